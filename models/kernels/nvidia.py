@@ -24,11 +24,12 @@ from models.kernels.attention import (
     decode_balanced,
     decode_balanced_tma,
     decode_tma,
+    decode_window,
     decode_work,
     rope_decode,
     rope_prefill,
 )
-from models.kernels.attention.decode_choice import DecodeChoice, programs_each, programs_of
+from models.kernels.attention.decode_choice import DecodeChoice, programs_each, programs_of, window_programs
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -384,7 +385,26 @@ class NvidiaKernels(Kernels):
         query_rows = heads // kv_heads * inputs.query_len
         by_tma, (block_n, stages, warps) = self._decode.variant(inputs, heads, kv_layer)
         work = inputs.work
-        if isinstance(work, DecodeWork) and self._decode.fits(work.rule, rows, kv_heads, query_rows, head_dim):
+        listed = work if isinstance(work, DecodeWork) else None
+        if listed is not None and not self._decode.fits(listed.rule, rows, kv_heads, query_rows, head_dim):
+            listed = None
+        window = None if rotation is not None else self._decode.window(inputs, heads, kv_layer)
+        if listed is not None and window is not None:
+            return decode_window.attend_windows(
+                q_TX,
+                kv_layer,
+                inputs,
+                listed,
+                scale,
+                self._attention_partial,
+                self._attention_counters,
+                out_THD=out_THD,
+                stages=window.stages,
+                warps=window.warps,
+                programs=window_programs(window, kv_heads, self.traits.multiprocessors),
+                pdl=self.pdl,
+            )
+        if listed is not None:
             attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
             each = programs_each(inputs, kv_heads, by_tma)
             return attend(
@@ -392,16 +412,16 @@ class NvidiaKernels(Kernels):
                 heads,
                 kv_layer,
                 inputs,
-                work,
+                listed,
                 scale,
                 self._attention_partial,
                 self._attention_counters,
                 rotation=rotation,
                 out_THD=out_THD,
-                block_n=min(block_n, work.rule.block),
+                block_n=min(block_n, listed.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs_of(inputs, kv_heads, work.rule, self.traits.multiprocessors, each),
+                programs=programs_of(inputs, kv_heads, listed.rule, self.traits.multiprocessors, each),
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:

@@ -3,9 +3,14 @@
 Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] --out FOLDER
 Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 4096
 A tree of 32:  ... --tree --shapes 1x32
-As in an engine with 100 GiB of KV:  ... --in-order --most 33000 --blocks 25600
+As in an engine with 90 GiB of KV:  ... --in-order --most 33000 --blocks 22000
+Between the products of a layer, as in a step:  ... --in-layer [--ragged]
 Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
 or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
+
+--in-layer puts o, norm, qkv and the rotation between two launches of attention, and takes their time away: in a step
+nothing hides how attention begins and ends, and the clock is the one that products leave. Its grid has the kernels over
+a list, too. Choices are made by these figures.
 
 Knows: Qwen3-8B's heads, the widths of its drafters' windows. Does not know: which launch an engine
 makes (decode_choice.py).
@@ -15,16 +20,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
+from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode
-from models.kernels.attention.decode_work import SplitRule, workspace_floats
+from models.kernels.attention import decode, decode_balanced, decode_window
+from models.kernels.attention.decode_choice import WindowLaunch, window_programs
+from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_rule, plan_decode, workspace_floats
+from models.kernels.interface import Rotation
 from models.kernels.matmul.autotune import captured, replay_for
 from models.kernels.nvidia import NvidiaKernels
 from tests.bench.kernels import DEVICE
@@ -37,7 +48,39 @@ SPLITS = (4, 8, 16, 32)
 BLOCKS = ((32, 5, 4), (64, 3, 4), (64, 5, 4), (128, 3, 4))  # keys, stages, warps
 TALL_BLOCKS = ((32, 5, 8), (64, 3, 8), (64, 5, 8), (128, 3, 8))  # the same of _TALL query rows or more, too
 SECONDS = 0.03
+SECONDS_IN_LAYER = 0.15  # the clock has fallen by then to what the products' power allows
+HIDDEN = 4096
 _TALL = 64
+_TALLEST = 128
+
+Attend = Callable[[Tensor, Tensor], Tensor]  # queries, a layer's keys and values -> what is attended
+
+
+class Form(NamedTuple):
+    """A launch of the grid of --in-layer. ``kernel``: "windows" (decode_window.py), "list" (decode_balanced.py) or
+    "every split" (decode.py, ``programs`` 0). ``apart``: merged in a launch of its own."""
+
+    kernel: str
+    stages: int
+    warps: int
+    fewest: int
+    longest: int
+    programs: int
+    apart: bool = False
+    block: int = 64
+
+
+def forms(pairs: int, query_rows: int) -> Iterator[Form]:
+    """Around what an H200 was found to be fastest with; at most some 500 programs at once."""
+    warps = 8 if query_rows >= _TALLEST else 4
+    block = 32 if query_rows >= _TALLEST else 64
+    for fewest in (n for n in (1, 2, 3, 4, 8, 16) if pairs >= 256 or 64 <= pairs * n <= 520 or n == 4):
+        for longest, each in product((768, 1024, 2048) if pairs >= 256 else (1024, 2048), (1, 2)):
+            for stages in (3, 4, 5):
+                yield Form("windows", stages, warps, fewest, longest, each, block=block)
+            yield Form("list", 5, warps, fewest, longest, each)
+        yield Form("every split", 5, warps, fewest, 4096 // fewest, 0)
+        yield Form("every split", 5, warps, fewest, 4096 // fewest, 0, apart=True)
 
 
 class Windows:
@@ -76,7 +119,7 @@ class Windows:
         for layer in self.layers:
             for part in layer:
                 part[numbers] = torch.randn(used, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        self.heads = kv_heads * group
+        self.kv_heads, self.heads = kv_heads, kv_heads * group
         self.q = torch.randn(rows * new, self.heads, dim, dtype=torch.bfloat16, device=DEVICE)
         floats = workspace_floats(rows, kv_heads, new * group, dim, max(SPLITS))
         self.partial = torch.zeros(floats, device=DEVICE)
@@ -93,6 +136,38 @@ class Windows:
 
         return replay_for(captured(layers), SECONDS) / LAYERS
 
+    def make_ragged(self, most: int) -> None:
+        """Lengths around 800, lognormal, up to ``most``."""
+        pick, lengths_B = random.Random(6), self.inputs.kv_lengths_B
+        drawn = [max(self.inputs.query_len, int(pick.lognormvariate(math.log(800), 0.8))) for _ in lengths_B]
+        lengths_B.copy_(torch.tensor([min(most, length) for length in drawn]))
+
+    def form(self, one: Form) -> Attend:
+        """One layer's attention. Makes the list."""
+        rows, new, group = len(self.inputs.kv_lengths_B), self.inputs.query_len, self.heads // self.kv_heads
+        shape = rows, self.kv_heads, new * group, self.q.shape[-1], self.inputs.max_kv_length
+        limits: dict[str, int] = {
+            "block": one.block,
+            "longest": one.longest,
+            "fewest": one.fewest,
+            "room": self.partial.numel(),
+        }
+        rule = choose_rule(*shape, **limits)
+        rest = self.scale, self.partial, self.counters
+        if one.kernel == "every split":
+            run = partial(decode.decode_attention, stages=one.stages, warps=one.warps, pdl=True, apart=one.apart)
+            return lambda q, layer: run(q, self.heads, layer, self.inputs, rule, *rest)
+        work: DecodeWork = plan_decode(self.inputs, rule, True)
+        torch.cuda.synchronize()  # attention may read the list before its predecessor ends
+        launch = WindowLaunch(one.block, one.stages, one.warps, one.programs, one.fewest, one.longest, rule.most)
+        programs = window_programs(launch, self.kv_heads, 132)
+        how: dict[str, Any] = {"stages": one.stages, "warps": one.warps, "programs": programs, "pdl": True}
+        if one.kernel == "windows":
+            return lambda q, layer: decode_window.attend_windows(q, layer, self.inputs, work, *rest, **how)
+        return lambda q, layer: decode_balanced.attend_list(
+            q, self.heads, layer, self.inputs, work, *rest, block_n=one.block, **how
+        )
+
     def us(self, rule: SplitRule, stages: int, warps: int, apart: bool) -> float:
         run = partial(decode.decode_attention, stages=stages, warps=warps, pdl=True, merged=1, apart=apart)
 
@@ -101,6 +176,56 @@ class Windows:
                 run(self.q, self.heads, layer, self.inputs, rule, self.scale, self.partial, self.counters)
 
         return replay_for(captured(layers), SECONDS) / LAYERS
+
+
+class InLayer:
+    """``windows`` between the products of ``kernels``: o, norm, qkv, rotation and cache write, layer after layer."""
+
+    def __init__(self, kernels: NvidiaKernels, windows: Windows) -> None:
+        self.kernels, self.windows = kernels, windows
+        inputs, new, dim = windows.inputs, windows.inputs.query_len, windows.q.shape[-1]
+        width, packed = windows.heads * dim, (windows.heads + 2 * windows.kv_heads) * dim
+        self.products = [(_weight(HIDDEN, width), _weight(packed, HIDDEN)) for _ in range(LAYERS)]
+        self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        self.x = torch.randn(len(windows.q), HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        at = (inputs.kv_lengths_B.long()[:, None] - new + torch.arange(new, device=DEVICE)).flatten()
+        pages = inputs.page_table_BP.long().repeat_interleave(new, 0).gather(1, (at // PAGE)[:, None])[:, 0]
+        angles = torch.ones(inputs.max_kv_length + 1, dim, device=DEVICE)
+        self.rotation = Rotation(self.norm[:dim], self.norm[:dim], 1e-6, angles, at, pages * PAGE + at % PAGE)
+
+    def us(self, attend: Attend | None) -> float:
+        """Of a layer; None leaves attention out."""
+        return replay_for(captured(partial(self._layers, attend)), SECONDS_IN_LAYER) / LAYERS
+
+    def _layers(self, attend: Attend | None) -> None:
+        kernels, x, residual = self.kernels, self.x, self.x
+        for layer, (o, qkv) in zip(self.windows.layers, self.products, strict=True):
+            packed, residual = kernels.add_norm_linear(x, residual, self.norm, 1e-6, qkv)
+            q = kernels.rope_and_cache(packed, self.windows.heads, layer, self.rotation)
+            x = kernels.linear((q if attend is None else attend(q, layer)).flatten(1), o)
+
+    def found(self) -> Iterator[dict[str, Any]]:
+        """What the kernels choose, then the grid; microseconds of a layer's attention alone."""
+        windows, beside = self.windows, self.us(None)
+        planned = self.kernels.plan_decode(windows.inputs, windows.heads, windows.layers[0])
+        torch.cuda.synchronize()
+
+        def chosen(q: Tensor, layer: Tensor) -> Tensor:
+            return self.kernels.decode_attention(q, layer, planned, windows.scale)
+
+        self.us(chosen)  # once before: the GPU is cold
+        yield {"us": round(self.us(chosen) - beside, 2), "chosen": True, "beside_us": round(beside, 2)}
+        group = windows.heads // windows.kv_heads
+        pairs = len(windows.inputs.kv_lengths_B) * windows.kv_heads
+        for one in forms(pairs, group * windows.inputs.query_len):
+            try:
+                yield {"us": round(self.us(windows.form(one)) - beside, 2), **one._asdict()}
+            except Exception as error:  # too much shared memory, for one: the others are worth a measurement still
+                yield {**one._asdict(), "failed": str(error)[:80]}
+
+
+def _weight(outputs: int, inner: int) -> Tensor:
+    return torch.randn(outputs, inner, dtype=torch.bfloat16, device=DEVICE).mul_(inner**-0.5)
 
 
 def main() -> None:
@@ -113,6 +238,8 @@ def main() -> None:
     parser.add_argument("--in-order", action="store_true", help="a row's pages follow each other; else at random")
     parser.add_argument("--most", type=int, default=MOST, help="tokens a page table has room for, --max-model-len")
     parser.add_argument("--blocks", type=int, default=0, help="of each of 16 layers' caches (default: what rows need)")
+    parser.add_argument("--in-layer", action="store_true", help="between the products of a layer of 8B")
+    parser.add_argument("--ragged", action="store_true", help="lengths around 800, at most --lengths; --in-layer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +249,7 @@ def main() -> None:
             rows, new = map(int, wanted.split("x"))
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
             case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
-            case |= {"blocks": options.blocks}
+            case |= {"blocks": options.blocks, "in_layer": options.in_layer, "ragged": options.ragged}
             kv_heads, group = options.heads
             windows = Windows(
                 rows,
@@ -136,6 +263,11 @@ def main() -> None:
                 most=options.most,
                 blocks=options.blocks,
             )
+            if options.in_layer:
+                if options.ragged:
+                    windows.make_ragged(length)
+                write(file, case, list(InLayer(kernels, windows).found()))
+                continue
             blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)
             found: list[dict[str, Any]] = [{"us": round(windows.chosen(kernels), 2), "chosen": True}]
             for splits, (block, stages, warps), apart in product(SPLITS, blocks, (False, True)):
@@ -147,10 +279,15 @@ def main() -> None:
                     continue
                 how = {"splits": splits, "block": block, "stages": stages, "warps": warps, "apart": apart}
                 found.append({"us": round(us, 2), **how})
-            for one in found:
-                file.write(json.dumps(case | one) + "\n")
-            best = sorted((one for one in found if "us" in one), key=lambda one: one["us"])
-            print(json.dumps(case | {"chosen": found[0]["us"], "best": best[:4]}), flush=True)
+            write(file, case, found)
+
+
+def write(file: TextIO, case: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """All to ``file``; what is chosen and the best are printed."""
+    for one in found:
+        file.write(json.dumps(case | one) + "\n")
+    best = sorted((one for one in found if "us" in one), key=lambda one: one["us"])
+    print(json.dumps(case | {"chosen": found[0]["us"], "best": best[:4]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Knows: what was measured on an H200 (docs/measurements/attention.md), tables of choices for other shapes and GPUs, and
 how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py, decode_balanced.py,
-decode_balanced_tma.py), or who launches them (models/kernels/nvidia.py).
+decode_balanced_tma.py, decode_window.py), or who launches them (models/kernels/nvidia.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode_tma
+from models.kernels.attention import decode_tma, decode_window
 from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, nearest_variant
 from models.kernels.attention.decode_work import (
     ANY_LENGTH,
     COUNTERS,
+    MERGED_AT_ONCE,
     MOST_SPLITS,
     SplitRule,
     choose_rule,
@@ -49,6 +50,7 @@ _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where
 _PROGRAMS_OF_FEW = 16  # the same with fewer than _FEW_LISTED pairs
 _PROGRAMS_OF_MIXED_WINDOWS = 8
 _TMA_BLOCK = 32  # keys
+_WINDOW_LONGEST = 2048  # keys of a split of decode_window.py
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 
 
@@ -59,6 +61,19 @@ class _SingleTokens(NamedTuple):
     longest: int  # keys of a split
     programs: int  # of a multiprocessor, where the rows need fewer
     warps: int  # of up to 8 query heads a kv head
+
+
+class WindowLaunch(NamedTuple):
+    """How decode_window.py is launched. ``block``: keys; ``programs``: of a multiprocessor; ``fewest``, ``longest`` and
+    ``most`` are those of the rule by which rows are split."""
+
+    block: int
+    stages: int
+    warps: int
+    programs: int
+    fewest: int
+    longest: int
+    most: int
 
 
 # The best of chat-like and of equal lengths on an H200. Programs that find nothing to do cost time; but where rows have
@@ -110,9 +125,23 @@ class DecodeChoice:
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks
 
+    def window(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> WindowLaunch | None:
+        """How windows are attended to over a list by TMA; None where another kernel serves them."""
+        if not (self.pdl and self.balanced) or inputs.query_len == 1 or inputs.skip_empty:
+            return None
+        rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
+        pairs, query_rows = rows * kv_heads, power_of_two_above(heads // kv_heads * inputs.query_len)
+        # For so few pairs a plan and a merge cost as much as the list gains.
+        if pairs < _FEW_PAIRS or (pairs == _FEW_PAIRS and query_rows < 64):
+            return None
+        launch = _window_launch(pairs, query_rows, self.traits.multiprocessors)
+        row_bytes = head_dim * kv_layer.element_size()
+        fits = row_bytes * (2 * launch.block * (launch.stages - 1) + 3 * query_rows) <= self.traits.shared_bytes
+        return launch if fits and decode_window.supports(heads, kv_layer, inputs, launch.block) else None
+
     def without_list(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> bool:
         """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
-        if inputs.starts_B is not None or inputs.skip_empty:
+        if inputs.starts_B is not None or inputs.skip_empty or self.window(inputs, heads, kv_layer) is not None:
             return False
         rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
         enough, (pairs, many_rows) = _LIST_PAIRS, _LIST_PAIRS_OF_ROWS
@@ -128,8 +157,11 @@ class DecodeChoice:
         query_rows = heads // kv_heads * inputs.query_len
         tall = power_of_two_above(query_rows)
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
+        window = self.window(inputs, heads, kv_layer)
         every_split = self.without_list(inputs, heads, kv_layer)
-        if not self.balanced:
+        if window is not None:
+            block_n, fewest, longest, splits = window.block, window.fewest, window.longest, window.most
+        elif not self.balanced:
             longest = ANY_LENGTH
         elif every_split and _few_windows(pairs, tall, head_dim):
             fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
@@ -190,6 +222,25 @@ def programs_each(inputs: DecodeAttention, kv_heads: int, by_tma: bool) -> int:
     if inputs.query_len == 1 and by_tma:
         return _single_tokens(pairs).programs
     return _PROGRAMS_OF_FEW if pairs < _FEW_LISTED else _PROGRAMS_EACH
+
+
+def _window_launch(pairs: int, query_rows: int, multiprocessors: int) -> WindowLaunch:
+    """The fastest between products on an H200 (docs/measurements/attention.md). Up to as many pairs as multiprocessors
+    have one program each, with as many blocks of keys in flight as it has room for; more pairs have two."""
+    tall = query_rows >= 128
+    block, warps = (32, 8) if tall else (64, 4)  # sums of 128 queries leave no registers for more keys
+    if pairs > multiprocessors:
+        stages, programs = 5 if tall else 4 if query_rows <= 16 else 3, 1 if tall else 2
+        return WindowLaunch(block, stages, warps, programs, 1, _WINDOW_LONGEST, MOST_SPLITS)
+    stages = 4 if query_rows == 64 else 5
+    fewest = min(multiprocessors // pairs, 8 if tall else 4)  # more take longer to merge than they save
+    longest = _WINDOW_LONGEST // 2 if tall else _WINDOW_LONGEST * 3 // 4 if pairs <= _WINDOW_PAIRS else _WINDOW_LONGEST
+    return WindowLaunch(block, stages, warps, 1, fewest, longest, MERGED_AT_ONCE)
+
+
+def window_programs(launch: WindowLaunch, kv_heads: int, multiprocessors: int) -> int:
+    """Programs of decode_window.py: as many of each key head."""
+    return kv_heads * max(1, launch.programs * multiprocessors // kv_heads)
 
 
 def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:

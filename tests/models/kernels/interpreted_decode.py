@@ -1,10 +1,10 @@
 """Balanced decode attention through Triton's interpreter, on a CPU: ``TRITON_INTERPRET=1 python -m ...``.
 
-The work list against a dumb one, both kernels against the torch reference, with rows of very different lengths.
+The work list against a dumb one, all its kernels against the torch reference, with rows of very different lengths.
 Exits with an error where one differs.
 
-Knows: how to reach every branch of decode_work.py, decode_merge.py and the two kernels. Does not know: which variant or
-rule a GPU's steps take (models/kernels/attention/decode_choice.py).
+Knows: how to reach every branch of decode_work.py, decode_merge.py and the kernels over a list. Does not know: which
+variant or rule a GPU's steps take (models/kernels/attention/decode_choice.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode, decode_balanced, decode_balanced_tma, decode_tma, decode_work
+from models.kernels.attention import (
+    decode,
+    decode_balanced,
+    decode_balanced_tma,
+    decode_tma,
+    decode_window,
+    decode_work,
+)
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
@@ -52,6 +59,21 @@ def every_split(
 BY_RULE: tuple[Callable[..., Tensor], ...] = (every_split, partial(every_split, apart=True))
 
 
+def windows_by_tma(
+    q: Tensor,
+    heads: int,
+    kv: Tensor,
+    inputs: DecodeAttention,
+    work: DecodeWork,
+    *rest: Any,
+    rotation: None,
+    block_n: int,
+    **more: Any,
+) -> Tensor:
+    """decode_window.py, whose blocks are those of the list."""
+    return decode_window.attend_windows(q, kv, inputs, work, *rest, stages=2, warps=4, pdl=False, **more)
+
+
 def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
     return decode_work.plan_decode(inputs, rule, pdl=False)
 
@@ -73,7 +95,8 @@ def attend(
 def variants_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[..., Tensor], ...]:
     """Without a GPU, TMA takes float32 too."""
     half = cache.kv.half() if cache.kv.dtype == torch.float32 else cache.kv
-    return VARIANTS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
+    found = VARIANTS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
+    return (*found, windows_by_tma) if decode_window.supports(heads, half, cache.inputs(query_len), 16) else found
 
 
 # -- the list -------------------------------------------------------------------------------------------------------
@@ -170,19 +193,20 @@ def attention(kernels: InterpretedKernels) -> None:
 
 def every_number_of_new_tokens(kernels: InterpretedKernels) -> None:
     """1 to 32 a row: over the border of a split, and up to one. Three queries a token near where their sum is padded
-    to another power of two."""
-    rule, taken = SplitRule(16, 1, 16, 8), Counter[int]()
+    to another power of two. By TMA at most 16 queries of a head, and as windows at least."""
+    rule, taken = SplitRule(16, 1, 16, 8), Counter[str]()
     for heads, new in (*((1, new) for new in range(1, 33)), *((3, new) for new in (1, 2, 3, 5, 6, 10, 11, 21, 22, 32))):
         cache = Cache([15 + new, 48], 1, 64, 16, torch.float32)
         inputs = cache.inputs(new)
         q = randn(2 * new, heads, 64, dtype=torch.float32)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, 64**-0.5)
-        for number, variant in enumerate(variants_for(heads, cache, new)):
+        for variant in variants_for(heads, cache, new):
             work = work_of(inputs, rule)
             found = attend(kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5)
-            check(found, expected, torch.float32, ("balanced", number, heads, new))
-            taken[number] += 1
-    assert taken == {0: 32 + 10, 1: 16 + 4}, "by TMA at most 16 queries of a head"
+            name = ("pointers", "TMA", "windows")[(*VARIANTS, windows_by_tma).index(variant)]
+            check(found, expected, torch.float32, (name, heads, new))
+            taken[name] += 1
+    assert taken == {"pointers": 32 + 10, "TMA": 16 + 4, "windows": 17 + 6}
     kernels.check_counters()
 
 
@@ -219,8 +243,8 @@ def neighbours(kernels: InterpretedKernels) -> None:
     of windows, of trees. Were rows split by the longest of all, they would not be.
     """
     tree = lay_out_in_torch(torch.tensor([[0, 0, 1, 2, 2, 4, 0, 7]]), 9).seen_BN
-    some = VARIANTS[0], BY_RULE[1]
-    cases = (1, None, (33, 290), (*VARIANTS, *BY_RULE)), (5, None, (290,), some), (9, tree, (290,), some)
+    some = VARIANTS[0], BY_RULE[1], windows_by_tma
+    cases = (1, None, (33, 290), (*VARIANTS, *BY_RULE)), (8, None, (290,), some), (9, tree, (290,), some)
     for new, seen_1N, lengths, variants in cases:
         for variant, length in product(variants, lengths):
             bits = partial(bits_of_a_row, kernels, variant, new, seen_1N, length)
@@ -255,7 +279,7 @@ def bits_of_a_row(
     rule: SplitRule,
 ) -> Tensor:
     """Of ``new`` queries of the row at ``place`` among ``others``, always the same row for one ``length``."""
-    heads, kv_heads, dim, page, dtype = 2, 1, 16, 16, torch.float32
+    heads, kv_heads, dim, page, dtype = 2, 1, 64, 16, torch.float32
     lengths = [*others[:place], length, *others[place:]]
     torch.manual_seed(1)
     row_kv, row_q = randn(2, 304, kv_heads, dim, dtype=dtype), randn(new, heads, dim, dtype=dtype)
@@ -360,7 +384,7 @@ def suffixes(kernels: InterpretedKernels) -> None:
 
 def trees(kernels: InterpretedKernels) -> None:
     """The new tokens of a row are a tree, of 33 tokens and of 7, over splits and page borders."""
-    for heads, kv_heads, dim, page, new in ((2, 1, 16, 16, 33), (6, 2, 24, 8, 7)):
+    for heads, kv_heads, dim, page, new in ((1, 1, 64, 16, 33), (6, 2, 24, 8, 7)):
         cache = Cache([new, 15 + new, 130], kv_heads, dim, page, torch.float32)
         rows = len(cache.lengths)
         parents = torch.stack([(torch.rand(new - 1) * torch.arange(1, new)).long() for _ in range(rows)])
@@ -379,8 +403,10 @@ def trees(kernels: InterpretedKernels) -> None:
             keys, values = cache.kv.flatten(1, 2)[:, cache.slots(row, places)].repeat_interleave(heads // kv_heads, 2)
             weights = torch.einsum("hd,khd->hk", q[row * new + node], keys).mul(dim**-0.5).softmax(-1)
             check(expected[row * new + node], torch.einsum("hk,khd->hd", weights, values), torch.float32, "reference")
-        for variant in (VARIANTS[0], *BY_RULE):
-            for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 2, 16, 40)):
+        variants = variants_for(heads, cache, new)
+        assert (windows_by_tma in variants) == (dim == 64)
+        for variant in (*variants, *BY_RULE):
+            for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 2, 16, 20)):
                 work = work_of(inputs, rule)
                 found = attend(
                     kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=9
@@ -393,14 +419,14 @@ def trees(kernels: InterpretedKernels) -> None:
 
 def blocks(kernels: InterpretedKernels) -> None:
     """Each token of a block sees all of it, over splits and page borders, by TMA and not."""
-    heads, kv_heads, block = 4, 1, 4
+    heads, kv_heads, block = 4, 1, 4  # 16 queries a head: all three kernels take them
     for dim, page in ((64, 16), (24, 8)):
         cache = Cache([block, 33, 70], kv_heads, dim, page, torch.float32)
         inputs = dataclasses.replace(cache.inputs(block), causal=False)
         q = randn(len(cache.lengths) * block, heads, dim, dtype=torch.float32)
         expected = REFERENCE.decode_attention(q, cache.kv, inputs, dim**-0.5)
         variants = variants_for(heads, cache, block)
-        assert len(variants) == 1 + (dim == 64)
+        assert len(variants) == (3 if dim == 64 else 1)
         for variant in variants:
             for rule in (SplitRule(16, 1, 1024, 1), SplitRule(16, 1, 16, 40)):
                 work = work_of(inputs, rule)

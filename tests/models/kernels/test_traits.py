@@ -99,6 +99,9 @@ def test_expert_tiles_of_an_h200_are_those_that_were_measured() -> None:
     assert (tiles.programs, tiles.split) == (132, 2)
 
 
+WINDOWS = ((8, 64), (64, 64), (128, 64), (256, 64), (32, 16), (128, 16), (256, 16), (8, 128))  # pairs, query rows
+
+
 def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.attention import decode_choice
@@ -124,6 +127,20 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
         False,
     ]
     assert [decode_choice._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
+    over_a_list = [decode_choice._window_launch(*given, 132) for given in WINDOWS]
+    assert [one[:5] for one in over_a_list] == [
+        (64, 4, 4, 1, 4),
+        (64, 4, 4, 1, 2),
+        (64, 4, 4, 1, 1),
+        (64, 3, 4, 2, 1),
+        (64, 5, 4, 1, 4),
+        (64, 5, 4, 1, 1),
+        (64, 4, 4, 2, 1),
+        (32, 5, 8, 1, 8),
+    ]
+    assert [one.longest for one in over_a_list] == [1536, 2048, 2048, 2048, 2048, 2048, 2048, 1024]
+    assert decode_choice.window_programs(over_a_list[1], 8, 132) == 128, "as many of each key head"
+    assert decode_choice.window_programs(over_a_list[3], 8, 132) == 264
     of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (1, 4, 8, 9, 17)]
     assert of_tokens == [(64, 5, 4), (64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
     assert [decode_choice._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]
