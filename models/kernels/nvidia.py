@@ -389,7 +389,7 @@ class NvidiaKernels(Kernels):
         if listed is not None and not self._decode.fits(listed.rule, rows, kv_heads, query_rows, head_dim):
             listed = None
         window = None if rotation is not None else self._decode.window(inputs, heads, kv_layer)
-        if listed is not None and window is not None:
+        if listed is not None and window is not None and window.tma:
             return decode_window.attend_windows(
                 q_TX,
                 kv_layer,
@@ -406,7 +406,8 @@ class NvidiaKernels(Kernels):
             )
         if listed is not None:
             attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
-            each = programs_each(inputs, kv_heads, by_tma)
+            multiprocessors, each = self.traits.multiprocessors, programs_each(inputs, kv_heads, by_tma)
+            programs = programs_of(inputs, kv_heads, listed.rule, multiprocessors, each)
             return attend(
                 q_TX,
                 heads,
@@ -421,7 +422,7 @@ class NvidiaKernels(Kernels):
                 block_n=min(block_n, listed.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs_of(inputs, kv_heads, listed.rule, self.traits.multiprocessors, each),
+                programs=programs if window is None else window_programs(window, kv_heads, multiprocessors),
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:

@@ -4,7 +4,7 @@ Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] 
 Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 4096
 A tree of 32:  ... --tree --shapes 1x32
 As in an engine with 90 GiB of KV:  ... --in-order --most 33000 --blocks 22000
-Between the products of a layer, as in a step:  ... --in-layer [--ragged]
+Between the products of a layer, as in a step:  ... --in-layer [--ragged] [--absent 48]
 Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
 or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
 
@@ -19,6 +19,7 @@ makes (decode_choice.py).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -73,11 +74,10 @@ class Form(NamedTuple):
 def forms(pairs: int, query_rows: int) -> Iterator[Form]:
     """Around what an H200 was found to be fastest with; at most some 500 programs at once."""
     warps = 8 if query_rows >= _TALLEST else 4
-    block = 32 if query_rows >= _TALLEST else 64
     for fewest in (n for n in (1, 2, 3, 4, 8, 16) if pairs >= 256 or 64 <= pairs * n <= 520 or n == 4):
         for longest, each in product((768, 1024, 2048) if pairs >= 256 else (1024, 2048), (1, 2)):
             for stages in (3, 4, 5):
-                yield Form("windows", stages, warps, fewest, longest, each, block=block)
+                yield Form("windows", stages, warps, fewest, longest, each)
             yield Form("list", 5, warps, fewest, longest, each)
         yield Form("every split", 5, warps, fewest, 4096 // fewest, 0)
         yield Form("every split", 5, warps, fewest, 4096 // fewest, 0, apart=True)
@@ -142,6 +142,11 @@ class Windows:
         drawn = [max(self.inputs.query_len, int(pick.lognormvariate(math.log(800), 0.8))) for _ in lengths_B]
         lengths_B.copy_(torch.tensor([min(most, length) for length in drawn]))
 
+    def leave_out(self, absent: int) -> None:
+        """The last ``absent`` rows have no tokens, as in steps with chunks of prompts."""
+        self.inputs.kv_lengths_B[len(self.inputs.kv_lengths_B) - absent :] = 0
+        self.inputs = dataclasses.replace(self.inputs, skip_empty=True)
+
     def form(self, one: Form) -> Attend:
         """One layer's attention. Makes the list."""
         rows, new, group = len(self.inputs.kv_lengths_B), self.inputs.query_len, self.heads // self.kv_heads
@@ -159,10 +164,11 @@ class Windows:
             return lambda q, layer: run(q, self.heads, layer, self.inputs, rule, *rest)
         work: DecodeWork = plan_decode(self.inputs, rule, True)
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends
-        launch = WindowLaunch(one.block, one.stages, one.warps, one.programs, one.fewest, one.longest, rule.most)
+        tma = one.kernel == "windows"
+        launch = WindowLaunch(tma, one.stages, one.warps, one.programs, one.fewest, one.longest, rule.most)
         programs = window_programs(launch, self.kv_heads, 132)
         how: dict[str, Any] = {"stages": one.stages, "warps": one.warps, "programs": programs, "pdl": True}
-        if one.kernel == "windows":
+        if tma:
             return lambda q, layer: decode_window.attend_windows(q, layer, self.inputs, work, *rest, **how)
         return lambda q, layer: decode_balanced.attend_list(
             q, self.heads, layer, self.inputs, work, *rest, block_n=one.block, **how
@@ -188,7 +194,8 @@ class InLayer:
         self.products = [(_weight(HIDDEN, width), _weight(packed, HIDDEN)) for _ in range(LAYERS)]
         self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         self.x = torch.randn(len(windows.q), HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-        at = (inputs.kv_lengths_B.long()[:, None] - new + torch.arange(new, device=DEVICE)).flatten()
+        ends_B = inputs.kv_lengths_B.long().clamp(min=new)
+        at = (ends_B[:, None] - new + torch.arange(new, device=DEVICE)).flatten()
         pages = inputs.page_table_BP.long().repeat_interleave(new, 0).gather(1, (at // PAGE)[:, None])[:, 0]
         angles = torch.ones(inputs.max_kv_length + 1, dim, device=DEVICE)
         self.rotation = Rotation(self.norm[:dim], self.norm[:dim], 1e-6, angles, at, pages * PAGE + at % PAGE)
@@ -240,6 +247,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=0, help="of each of 16 layers' caches (default: what rows need)")
     parser.add_argument("--in-layer", action="store_true", help="between the products of a layer of 8B")
     parser.add_argument("--ragged", action="store_true", help="lengths around 800, at most --lengths; --in-layer")
+    parser.add_argument("--absent", type=int, default=0, help="rows of these without tokens; --in-layer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -250,6 +258,7 @@ def main() -> None:
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
             case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
             case |= {"blocks": options.blocks, "in_layer": options.in_layer, "ragged": options.ragged}
+            case |= {"absent": options.absent}
             kv_heads, group = options.heads
             windows = Windows(
                 rows,
@@ -266,6 +275,8 @@ def main() -> None:
             if options.in_layer:
                 if options.ragged:
                     windows.make_ragged(length)
+                if options.absent:
+                    windows.leave_out(options.absent)
                 write(file, case, list(InLayer(kernels, windows).found()))
                 continue
             blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)

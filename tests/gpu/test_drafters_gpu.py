@@ -74,7 +74,7 @@ def asked() -> list[Request]:
 )
 def test_attention_of_blocks_is_the_references(rows: int, block: int, dtype: torch.dtype) -> None:
     """As 8B has it: each token sees the whole block. Lengths from a block alone to a full table; what nobody wrote is
-    NaN. Without a list bits are those of one token with as many heads; with one blocks have a kernel of their own."""
+    NaN. With a list and without."""
     torch.manual_seed(rows)
     heads, kv_heads, dim, page, pages = 32, 8, 128, 64, 20
     kernels = NvidiaKernels("cuda", prefill="triton")
@@ -91,17 +91,9 @@ def test_attention_of_blocks_is_the_references(rows: int, block: int, dtype: tor
     causal = ReferenceKernels().decode_attention(q, kv, replace(inputs, causal=True), dim**-0.5).float()
     most = 1e-5 if dtype == torch.float32 else 1e-2
     assert float((causal - expected).norm() / expected.norm()) > 2 * most, "the mask matters"
-    one = replace(inputs, query_len=1, causal=True)
-    wide = q.view(rows, block, kv_heads, -1, dim).transpose(1, 2).reshape(rows, block * heads, dim)
-    for planned, of_one in (
-        (inputs, one),
-        (kernels.plan_decode(inputs, heads, kv), kernels.plan_decode(one, block * heads, kv)),
-    ):
+    for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
         found = kernels.decode_attention(q, kv, planned, dim**-0.5)
         assert float((found.float() - expected).norm() / expected.norm()) < most
-        whole = kernels.decode_attention(wide, kv, of_one, dim**-0.5)
-        whole = whole.view(rows, kv_heads, block, -1, dim).transpose(1, 2).reshape(q.shape)
-        assert planned is not inputs or block != 16 or dtype == torch.float32 or torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])

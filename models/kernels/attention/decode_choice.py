@@ -50,7 +50,8 @@ _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where
 _PROGRAMS_OF_FEW = 16  # the same with fewer than _FEW_LISTED pairs
 _PROGRAMS_OF_MIXED_WINDOWS = 8
 _TMA_BLOCK = 32  # keys
-_WINDOW_LONGEST = 2048  # keys of a split of decode_window.py
+_WINDOW_BLOCK = 64  # keys, of windows over a list
+_WINDOW_LONGEST = 2048  # keys of a split of theirs
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 
 
@@ -64,10 +65,10 @@ class _SingleTokens(NamedTuple):
 
 
 class WindowLaunch(NamedTuple):
-    """How decode_window.py is launched. ``block``: keys; ``programs``: of a multiprocessor; ``fewest``, ``longest`` and
-    ``most`` are those of the rule by which rows are split."""
+    """How windows over a list are launched. ``tma``: by decode_window.py, else by pointers (decode_balanced.py).
+    ``programs``: of a multiprocessor. ``fewest``, ``longest`` and ``most``: of the rule by which rows are split."""
 
-    block: int
+    tma: bool
     stages: int
     warps: int
     programs: int
@@ -126,18 +127,20 @@ class DecodeChoice:
         return False, blocks
 
     def window(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> WindowLaunch | None:
-        """How windows are attended to over a list by TMA; None where another kernel serves them."""
-        if not (self.pdl and self.balanced) or inputs.query_len == 1 or inputs.skip_empty:
+        """How windows over a list are launched; None where every split is a program, or nobody measured their shape."""
+        if not (self.pdl and self.balanced) or inputs.query_len == 1:
+            return None
+        if not decode_window.supports(heads, kv_layer, inputs, _WINDOW_BLOCK):
             return None
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         pairs, query_rows = rows * kv_heads, power_of_two_above(heads // kv_heads * inputs.query_len)
         # For so few pairs a plan and a merge cost as much as the list gains.
         if pairs < _FEW_PAIRS or (pairs == _FEW_PAIRS and query_rows < 64):
             return None
-        launch = _window_launch(pairs, query_rows, self.traits.multiprocessors)
+        launch = _window_launch(pairs, query_rows, self.traits.multiprocessors, absent=inputs.skip_empty)
         row_bytes = head_dim * kv_layer.element_size()
-        fits = row_bytes * (2 * launch.block * (launch.stages - 1) + 3 * query_rows) <= self.traits.shared_bytes
-        return launch if fits and decode_window.supports(heads, kv_layer, inputs, launch.block) else None
+        fits = row_bytes * (2 * _WINDOW_BLOCK * (launch.stages - 1) + 3 * query_rows) <= self.traits.shared_bytes
+        return launch if fits or not launch.tma else None
 
     def without_list(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> bool:
         """Whether every split that a row could have is a program. So few that none need be looked up are faster."""
@@ -160,7 +163,7 @@ class DecodeChoice:
         window = self.window(inputs, heads, kv_layer)
         every_split = self.without_list(inputs, heads, kv_layer)
         if window is not None:
-            block_n, fewest, longest, splits = window.block, window.fewest, window.longest, window.most
+            block_n, fewest, longest, splits = _WINDOW_BLOCK, window.fewest, window.longest, window.most
         elif not self.balanced:
             longest = ANY_LENGTH
         elif every_split and _few_windows(pairs, tall, head_dim):
@@ -224,22 +227,27 @@ def programs_each(inputs: DecodeAttention, kv_heads: int, by_tma: bool) -> int:
     return _PROGRAMS_OF_FEW if pairs < _FEW_LISTED else _PROGRAMS_EACH
 
 
-def _window_launch(pairs: int, query_rows: int, multiprocessors: int) -> WindowLaunch:
+def _window_launch(pairs: int, query_rows: int, multiprocessors: int, *, absent: bool) -> WindowLaunch:
     """The fastest between products on an H200 (docs/measurements/attention.md). Up to as many pairs as multiprocessors
-    have one program each, with as many blocks of keys in flight as it has room for; more pairs have two."""
-    tall = query_rows >= 128
-    block, warps = (32, 8) if tall else (64, 4)  # sums of 128 queries leave no registers for more keys
-    if pairs > multiprocessors:
-        stages, programs = 5 if tall else 4 if query_rows <= 16 else 3, 1 if tall else 2
-        return WindowLaunch(block, stages, warps, programs, 1, _WINDOW_LONGEST, MOST_SPLITS)
+    have one program each, with as many blocks of keys in flight as it has room for; more pairs have two. ``absent``:
+    rows may be, so the number of pairs says little.
+    """
+    tma = query_rows < 128  # sums of more leave no registers for the ends of decode_window.py
+    warps = 4 if tma else 8
+    if absent or pairs > multiprocessors:
+        stages, programs = (4 if query_rows <= 16 else 3, 2) if tma else (5, 1)
+        fewest, longest = (2, _WINDOW_LONGEST // 2) if absent else (1, _WINDOW_LONGEST)
+        return WindowLaunch(tma, stages, warps, programs, fewest, longest, MOST_SPLITS)
     stages = 4 if query_rows == 64 else 5
-    fewest = min(multiprocessors // pairs, 8 if tall else 4)  # more take longer to merge than they save
-    longest = _WINDOW_LONGEST // 2 if tall else _WINDOW_LONGEST * 3 // 4 if pairs <= _WINDOW_PAIRS else _WINDOW_LONGEST
-    return WindowLaunch(block, stages, warps, 1, fewest, longest, MERGED_AT_ONCE)
+    fewest = min(multiprocessors // pairs, 4 if tma else 8)  # more take longer to merge than they save
+    longest = _WINDOW_LONGEST
+    if pairs <= _WINDOW_PAIRS:
+        longest = longest * 3 // 4 if tma else longest // 2
+    return WindowLaunch(tma, stages, warps, 1, fewest, longest, MERGED_AT_ONCE)
 
 
 def window_programs(launch: WindowLaunch, kv_heads: int, multiprocessors: int) -> int:
-    """Programs of decode_window.py: as many of each key head."""
+    """Programs over the list: as many of each key head."""
     return kv_heads * max(1, launch.programs * multiprocessors // kv_heads)
 
 

@@ -76,11 +76,13 @@ def dense(driver: CompilingDriver) -> None:
     rank.decode(32, EDITED)
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens
         rank.prefill(tokens)
-    rank.several_queries(32, 16)
-    for rows in (1, 32):  # without a list of splits, and with one
-        rank.several_queries(rows, 32, tree=True)
+    for rows, tokens in ((32, 16), (8, 4), (32, 5)):
+        rank.several_queries(rows, tokens)
+    rank.several_queries(32, 4, absent=True)
+    rank.several_queries(1, 32, tree=True)
     two = Rank(driver, "8b", tp=2)
     two.decode(32)
+    two.several_queries(1, 16)  # so few that every split is a program, and merged apart
     two.decode(32, BOUNDED)
     Rank(driver, "8b", dtype=torch.float32).decode(24)
     for rows in (32, 128):  # weights as the tall operand, and tokens

@@ -328,26 +328,27 @@ def empties(kernels: InterpretedKernels) -> None:
 
 def windows_beside_others(kernels: InterpretedKernels) -> None:
     """Rows of three tokens before rows without any, in an output with tokens of others: as windows alone."""
-    heads, kv_heads, dim, dtype, new = 4, 2, 16, torch.float32, 3
-    cache = Cache([70, 3, 0, 33, 0], kv_heads, dim, 16, dtype)
-    q = randn(5 * new + 4, heads, dim, dtype=dtype)
-    inputs = dataclasses.replace(cache.inputs(new), skip_empty=True)
-    expected = REFERENCE.decode_attention(q[: 5 * new], cache.kv, cache.inputs(new), dim**-0.5)
-    live_T = (cache.lengths > 0).repeat_interleave(new)
-    rule = SplitRule(16, 1, 32, 8)
-    found = [
-        attend(
-            kernels, variant, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
-            out_THD=torch.full_like(q, math.nan), block_n=16, programs=9,
-        )
-        for variant in VARIANTS
-    ]  # fmt: skip
-    for given in (inputs, kernels.plan_decode(inputs, heads, cache.kv)):  # without a list, and the kernels' own
-        found.append(kernels.decode_attention(q, cache.kv, given, dim**-0.5, torch.full_like(q, math.nan)))
-    for out in found:
-        check(out[: 5 * new][live_T], expected[live_T], dtype, "windows beside others")
-        assert out[: 5 * new][~live_T].isnan().all()
-        assert out[5 * new :].isnan().all()
+    dtype, new = torch.float32, 3
+    for heads, kv_heads, dim, more in ((4, 2, 16, ()), (12, 2, 64, (windows_by_tma,))):
+        cache = Cache([70, 3, 0, 33, 0], kv_heads, dim, 16, dtype)
+        q = randn(5 * new + 4, heads, dim, dtype=dtype)
+        inputs = dataclasses.replace(cache.inputs(new), skip_empty=True)
+        expected = REFERENCE.decode_attention(q[: 5 * new], cache.kv, cache.inputs(new), dim**-0.5)
+        live_T = (cache.lengths > 0).repeat_interleave(new)
+        rule = SplitRule(16, 1, 32, 8)
+        found = [
+            attend(
+                kernels, variant, q, heads, cache.kv, inputs, work_of(inputs, rule), rotation=None,
+                out_THD=torch.full_like(q, math.nan), block_n=16, programs=9,
+            )
+            for variant in (*VARIANTS[: 2 - len(more)], *more)
+        ]  # fmt: skip
+        for given in (inputs, kernels.plan_decode(inputs, heads, cache.kv)):  # without a list, and the kernels' own
+            found.append(kernels.decode_attention(q, cache.kv, given, dim**-0.5, torch.full_like(q, math.nan)))
+        for out in found:
+            check(out[: 5 * new][live_T], expected[live_T], dtype, "windows beside others")
+            assert out[: 5 * new][~live_T].isnan().all()
+            assert out[5 * new :].isnan().all()
     kernels.check_counters()
 
 

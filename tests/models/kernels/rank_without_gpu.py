@@ -218,14 +218,14 @@ class Rank:
         lengths = (tokens // rows,) * rows
         self._prefill.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
 
-    def several_queries(self, rows: int, query_len: int, *, tree: bool = False) -> None:
-        """Decode attention of ``query_len`` tokens a row, a chain or a ``tree``."""
+    def several_queries(self, rows: int, query_len: int, *, tree: bool = False, absent: bool = False) -> None:
+        """Decode attention of ``query_len`` tokens a row, a chain or a ``tree``. ``absent``: rows may be."""
         self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
         *_, dim = self._kv[0].shape
         heads = cast(Attention, self.model.layers[0].mixer).heads
         table = torch.zeros(rows, 641, dtype=torch.int32, device=META)
         seen = torch.zeros(rows, query_len, dtype=torch.int32, device=META) if tree else None
-        inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960, tree_BQ=seen)
+        inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960, skip_empty=absent, tree_BQ=seen)
         inputs = self.kernels.plan_decode(inputs, heads, self._kv[0])
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
         self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)

@@ -127,18 +127,19 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
         False,
     ]
     assert [decode_choice._most_of_window(pairs, False) for pairs in (4, 8, 16)] == [32, 16, 8]
-    over_a_list = [decode_choice._window_launch(*given, 132) for given in WINDOWS]
-    assert [one[:5] for one in over_a_list] == [
-        (64, 4, 4, 1, 4),
-        (64, 4, 4, 1, 2),
-        (64, 4, 4, 1, 1),
-        (64, 3, 4, 2, 1),
-        (64, 5, 4, 1, 4),
-        (64, 5, 4, 1, 1),
-        (64, 4, 4, 2, 1),
-        (32, 5, 8, 1, 8),
+    over_a_list = [decode_choice._window_launch(*given, 132, absent=False) for given in WINDOWS]
+    assert [one[:6] for one in over_a_list] == [
+        (True, 4, 4, 1, 4, 1536),
+        (True, 4, 4, 1, 2, 2048),
+        (True, 4, 4, 1, 1, 2048),
+        (True, 3, 4, 2, 1, 2048),
+        (True, 5, 4, 1, 4, 2048),
+        (True, 5, 4, 1, 1, 2048),
+        (True, 4, 4, 2, 1, 2048),
+        (False, 5, 8, 1, 8, 1024),
     ]
-    assert [one.longest for one in over_a_list] == [1536, 2048, 2048, 2048, 2048, 2048, 2048, 1024]
+    beside_chunks = [decode_choice._window_launch(*given, 132, absent=True) for given in WINDOWS[1:4:2]]
+    assert [one[:6] for one in beside_chunks] == [(True, 3, 4, 2, 2, 1024)] * 2
     assert decode_choice.window_programs(over_a_list[1], 8, 132) == 128, "as many of each key head"
     assert decode_choice.window_programs(over_a_list[3], 8, 132) == 264
     of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (1, 4, 8, 9, 17)]
