@@ -19,16 +19,17 @@ from launch.report.html import html
 from launch.report.plots import Missing, draw_all
 from launch.report.rows import Report, differences_within, read_report, report_of
 from launch.sweep.ledger import Ledger, write_file
+from launch.sweep.point import SweepError
 
 
 def write_report(
     out: Path, *, against: Path | None = None, target: Path | None = None, say: Callable[[str], None] = print
 ) -> int:
-    """The subcommand. Raises SweepError where there is nothing to report, or nothing to compare with."""
+    """The subcommand. Raises SweepError where there is nothing to report, nothing to compare with, or no place for it."""
     earlier = None if against is None else read_report(against)  # before it may be overwritten
     report = report_of(Ledger(out))
     target = target or out / "report" / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_room(target)
     pictures = draw_all(report.rows)
     for picture in pictures:
         if not isinstance(picture, Missing):
@@ -44,6 +45,16 @@ def write_report(
         )
     say(str(target))
     return 0
+
+
+def _make_room(target: Path) -> None:
+    """The folder of ``target``; SweepError where none can be, or where ``target`` is one."""
+    if target.is_dir():
+        raise SweepError(f"--html {target} is a folder: name a file, such as {target / 'report.html'}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SweepError(f"--html {target}: no folder {target.parent} can be made: {error.strerror}") from error
 
 
 def _summary(report: Report) -> str:

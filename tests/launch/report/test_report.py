@@ -264,6 +264,18 @@ def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
     assert any("4 faster, 0 slower, 0 within their spread" in line for line in said)
 
 
+def test_a_report_that_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
+    write_ledger(tmp_path, grid=small_grid())
+    (tmp_path / "file").write_text("")
+    below, folder = tmp_path / "file" / "x.html", tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(SweepError, match=rf"--html {below}: no folder {below.parent} can be made: (Not a|File exists)"):
+        write_report(tmp_path, target=below)
+    with pytest.raises(SweepError, match=rf"--html {folder} is a folder: name a file, such as {folder}/report.html"):
+        write_report(tmp_path, target=folder)
+    assert not (tmp_path / "report").exists()
+
+
 def test_pictures_that_the_rows_do_not_carry_are_named() -> None:
     drawn = draw_all([row(tok_s=1.0, tok_s_per_gpu=1.0, tok_s_per_user=1.0, tpot_ms=1000.0)])
     missing = {picture.title: picture.why for picture in drawn if isinstance(picture, Missing)}
