@@ -79,8 +79,9 @@ def engine_counters(
     kept, compared = schedule.spec_accepted_per_position, schedule.spec_compared_per_position
     counted |= {f"spec_accepted_per_position{{{position}}}": count for position, count in enumerate(kept)}
     counted |= {f"spec_compared_per_position{{{position}}}": count for position, count in enumerate(compared)}
-    if scheduler.planner.speculation is not None:
-        counted |= {f"speculation_off{{{why}}}": count for why, count in scheduler.planner.speculation.off.items()}
+    if (policy := scheduler.planner.speculation) is not None:
+        counted |= {f"speculation_off{{{why}}}": count for why, count in policy.off.items()}
+        counted |= {f"speculation_narrowed{{{k}}}": count for k, count in policy.narrowed.items()}
     if router is not None:
         counted |= {f"group_requests{{{g}}}": count for g, count in enumerate(router.assignment.requests)}
         counted |= {f"group_idle_steps{{{g}}}": count for g, count in enumerate(router.idle_steps)}

@@ -69,6 +69,9 @@ class SpeculativeConfig:
     tree_top_k: the likeliest tokens at each place that a path may take.
     disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
+    fewer_speculative_tokens: smaller k, descending, which a step without prompt chunks may have where measured costs
+    and landed rounds say that it gives more tokens/s; each is captured, too. Chains only, and not beside
+    disable_by_batch_size, which is a rule of its own.
     mixed_step_percent: of the tokens that a step with prompt chunks may have, so many may be windows' of the rows that
     decode beside them; with 0 these rows have one token each.
 
@@ -88,6 +91,7 @@ class SpeculativeConfig:
     tree_size: int | None = None
     tree_top_k: int | None = None
     disable_by_batch_size: int | None = None
+    fewer_speculative_tokens: tuple[int, ...] = ()
     mixed_step_percent: int = DEFAULT_MIXED_STEP_PERCENT
 
     def __post_init__(self) -> None:
@@ -104,6 +108,7 @@ class SpeculativeConfig:
         if self.disable_by_batch_size is not None:
             _check_whole("disable_by_batch_size", self.disable_by_batch_size, 0, None)
         _check_whole("mixed_step_percent", self.mixed_step_percent, 0, 100)
+        self._fill_fewer()
         self._fill_lookup()
         self._fill_tree()
         self._fill_acceptance()
@@ -143,6 +148,32 @@ class SpeculativeConfig:
             )
         if isinstance(given, int):
             _check_whole("token_map", given, 1, None)
+
+    def _fill_fewer(self) -> None:
+        fewer, k = self.fewer_speculative_tokens, self.num_speculative_tokens
+        if not isinstance(fewer, list | tuple):
+            raise SpeculativeConfigError(
+                f"{FLAG}: fewer_speculative_tokens is {fewer!r}, but must be a list of smaller numbers than "
+                f"num_speculative_tokens ({k}): type {[max(1, k // 2)]}"
+            )
+        for one in fewer:
+            _check_whole("fewer_speculative_tokens", one, 1, k - 1 if k > 1 else 1)
+        if any(more <= less for more, less in pairwise((k, *fewer))):
+            raise SpeculativeConfigError(
+                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, but must descend from below "
+                f"num_speculative_tokens ({k}): type {sorted({one for one in fewer if one < k}, reverse=True)}"
+            )
+        if fewer and self.tree_size is not None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, but tree_size is {self.tree_size}, and trees have "
+                "one size: leave one of them out"
+            )
+        if fewer and self.disable_by_batch_size is not None:
+            raise SpeculativeConfigError(
+                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, chosen from by gains, but disable_by_batch_size "
+                f"is {self.disable_by_batch_size}, which goes by rows alone: leave one of them out"
+            )
+        object.__setattr__(self, "fewer_speculative_tokens", tuple(fewer))
 
     def _fill_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
@@ -286,6 +317,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens + 1
 
     @property
+    def narrower(self) -> tuple[int, ...]:
+        """W of the windows with fewer proposals."""
+        return tuple(fewer + 1 for fewer in self.fewer_speculative_tokens)
+
+    @property
     def label(self) -> str:
         """For results and titles: the method, with ``synthetic`` where that is what was accepted, and a tree's size."""
         name = self.method if self.tree_size is None else f"{self.method} tree of {self.tree_size}"
@@ -294,7 +330,7 @@ class SpeculativeConfig:
     def __str__(self) -> str:
         """As one could type it."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps({name: value for name, value in given.items() if value is not None})
+        return json.dumps({name: value for name, value in given.items() if value is not None and value != ()})
 
 
 def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

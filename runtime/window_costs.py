@@ -16,7 +16,7 @@ from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.rehearsal import rows_that_fit, running_rows, sampling_of
 from runtime.schedule.config import SchedulerConfig
-from runtime.schedule.speculation import UNIT, Speculation
+from runtime.schedule.speculation import UNIT, Costs, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,34 @@ def speculation(
     percent = config.speculation.mixed_step_percent if executor.mixes_windows else 0
     if config.device == "cpu" or most_rows is not None:
         return Speculation(width, most_rows, mixed_percent=percent)
-    table = cost_table(window_times(config, executor, schedule), config.decode_buckets)
+    costs, *narrower = (_costs(config, executor, schedule, share, w) for w in (width, *config.speculation.narrower))
+    if not costs:  # no rows fit: every step is a window, as wide as can be
+        narrower = []
+    return Speculation(width, None, costs, percent, tuple(zip(config.speculation.narrower, narrower, strict=False)))
+
+
+def _costs(
+    config: EngineConfig,
+    executor: Executor,
+    schedule: SchedulerConfig,
+    share: Callable[[Callable[[], str]], str] | None,
+    width: int,
+) -> Costs:
+    """Of windows of ``width``, as rank 0 measured them."""
+    table = cost_table(window_times(config, executor, schedule, width), config.decode_buckets)
     told = json.dumps(table) if share is None else share(lambda: json.dumps(table))
     costs = tuple((int(rows), int(cost)) for rows, cost in json.loads(told))
     said = ", ".join(f"{cost / UNIT:.2f} for {rows} rows" for rows, cost in costs if rows & (rows - 1) == 0)
     log.info("speculation: a step of %d tokens a row takes so many plain steps' time: %s", width, said)
-    return Speculation(width, None, costs, percent)
+    return costs
 
 
-def window_times(config: EngineConfig, executor: Executor, schedule: SchedulerConfig) -> dict[int, tuple[float, float]]:
-    """Milliseconds of a window's graph and of a plain decode step's, over so many rows that run; of the buckets that
-    are powers of two, the smallest and the largest that fit. Empty where none does.
+def window_times(
+    config: EngineConfig, executor: Executor, schedule: SchedulerConfig, window: int | None = None
+) -> dict[int, tuple[float, float]]:
+    """Milliseconds of the graph of a ``window`` of so many tokens a row (by default the config's) and of a plain decode
+    step's, over so many rows that run; of the buckets that are powers of two, the smallest and the largest that fit.
+    Empty where none does.
 
     With several ranks all of them call it together. Nothing of it stays.
     """
@@ -65,7 +82,7 @@ def window_times(config: EngineConfig, executor: Executor, schedule: SchedulerCo
             if rows & (rows - 1) and rows not in (fit[0], fit[-1]):
                 continue
             took = []
-            for width in (config.width, 1):
+            for width in (window or config.width, 1):
                 of_width, sampling = replace(schedule, widths=(width,)), sampling_of(config, tokens)
                 with running_rows(executor, of_width, sampling, rows, _TURNS, grouped=grouped) as running:
                     if running.latest is not None:

@@ -21,7 +21,7 @@ class Rounds:
     """``label``: the method, and whether acceptance was synthetic. ``rounds``: live rows of windows; ``proposed``:
     tokens in them, of which ``accepted`` were kept; ``kept_by_place``: in how many rounds the first, the second, ...
     was kept; ``compared_by_place``: in how many it stood behind kept ones only. ``off``: decode steps that were no
-    windows, by reason.
+    windows, by reason; ``narrowed``: steps with fewer guesses a row, by their number.
     """
 
     label: str
@@ -32,6 +32,7 @@ class Rounds:
     kept_by_place: tuple[int, ...]
     compared_by_place: tuple[int, ...]
     off: Mapping[str, int]
+    narrowed: Mapping[str, int]
 
     @property
     def accepted_length(self) -> float | None:
@@ -59,6 +60,7 @@ class Rounds:
             ],
             "spec_decode_per_position_recall": self.recall,
             "speculation_off": dict(self.off),
+            "speculation_narrowed": dict(self.narrowed),
         }
 
     def text(self) -> str:
@@ -70,6 +72,7 @@ class Rounds:
         return (
             f"{self.label}, k = {self.num_speculative_tokens}: {self.accepted_length:.2f} tokens a round, kept by "
             f"place {kept}, recall@1 {recall}; steps without: {_listed(self.off)}"
+            + (f"; with fewer guesses: {_listed(self.narrowed)}" if self.narrowed else "")
         )
 
 
@@ -84,6 +87,9 @@ def rounds_between(
     def grown(name: str) -> int:
         return int(after.get(name, 0) - before.get(name, 0))
 
+    def narrowed(fewer: int) -> int:
+        return grown(f"speculation_narrowed{{{fewer}}}")
+
     off = {name: grown(f"speculation_off{{{name}}}") for name in ("batch", "gain", "mixed")}
     return Rounds(
         config.speculation.label,
@@ -94,6 +100,7 @@ def rounds_between(
         tuple(grown(f"spec_accepted_per_position{{{place}}}") for place in range(k)),
         tuple(grown(f"spec_compared_per_position{{{place}}}") for place in range(k)),
         {name: count for name, count in off.items() if count},
+        {str(fewer): count for fewer in config.speculation.fewer_speculative_tokens if (count := narrowed(fewer))},
     )
 
 

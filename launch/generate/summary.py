@@ -178,6 +178,7 @@ def _speculation(counters: Mapping[str, int | float]) -> dict[str, Any]:
         "compared_per_position": compared,
         "recall_per_position": [right / all_ if all_ else None for right, all_ in zip(accepted, compared, strict=True)],
         "off": off,
+        "narrowed": _labelled("speculation_narrowed", counters),
     }
     return {"speculation": figures}
 

@@ -25,7 +25,7 @@ from launch.sweep.point import SweepError
 def write_report(
     out: Path, *, against: Path | None = None, target: Path | None = None, say: Callable[[str], None] = print
 ) -> int:
-    """The subcommand. Raises SweepError where there is nothing to report, nothing to compare with, or no place for it."""
+    """The subcommand. Raises SweepError without anything to report or to compare with, or a place for the report."""
     earlier = None if against is None else read_report(against)  # before it may be overwritten
     report = report_of(Ledger(out))
     target = target or out / "report" / "report.html"

@@ -75,6 +75,7 @@ _LABELLED: Final = {  # engine counters by label: the label's name
     "late_captures": "variant",
     "fallbacks": "what",
     "speculation_off": "reason",
+    "speculation_narrowed": "num_speculative_tokens",
     "group_requests": "group",
     "group_idle_steps": "group",
 }

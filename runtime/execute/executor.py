@@ -80,7 +80,8 @@ class Executor:
         self._model = model
         self._make_proposer = proposer
         if proposer is not None:
-            further_roles = (*further_roles, WindowRole.of_proposer)
+            narrower = (partial(WindowRole.of_proposer, width=width) for width in config.narrower)
+            further_roles = (*further_roles, WindowRole.of_proposer, *narrower)
         windows_beside = proposer is not None and config.mixed_windows and config.mixed
         # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
         windows_beside = windows_beside and not (limits.tree and model.cache_layout.has_slot_state)
@@ -253,7 +254,7 @@ class Executor:
 
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
-        role = self._windows[self._config.limits.window] if spec.width > 1 else self.decode
+        role = self._windows[self._config.limits.row_tokens(spec.width)] if spec.width > 1 else self.decode
         graph = role.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
 
         def work() -> None:

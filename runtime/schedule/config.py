@@ -68,7 +68,7 @@ class StepLimits:
         return self.tree or self.width
 
     def row_tokens(self, width: int) -> int:
-        """That a row which decodes has in a step of ``width``, 1 or the widest: so many, or a whole tree."""
+        """That a row which decodes has in a step of ``width``: so many, or a whole tree where there are trees."""
         return self.window if width > 1 and self.tree else width
 
     @property

@@ -108,20 +108,23 @@ class ScheduleCounters:
     latest_break: str | None = None
     _why_void: str = "start"
 
-    def proposed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
+    def proposed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> list[int]:
         """Rows of a step of windows of ``width`` tokens landed: each gained one more than it kept of those proposed.
-        ``last_gains``: of those of them that ended with it, so that their last token was compared with no guess."""
+        ``last_gains``: of those of them that ended with it, so that their last token was compared with no guess.
+        Returns how many kept the first guess, the first two, and so on."""
         self.spec_num_drafts += len(gains)
         self.spec_num_draft_tokens += (width - 1) * len(gains)
         positions, compared = self.spec_accepted_per_position, self.spec_compared_per_position
         positions += [0] * (width - 1 - len(positions))
         compared += [0] * (width - 1 - len(compared))
-        kept = 0  # rows, at this position and so at all before it
+        kept, found = 0, [0] * (width - 1)  # rows, at this position and so at all before it
         for position in reversed(range(width - 1)):
             kept += gains.count(position + 2)
+            found[position] = kept
             positions[position] += kept
             compared[position] += kept + gains.count(position + 1) - last_gains.count(position + 1)
             self.spec_num_accepted_tokens += kept
+        return found
 
     def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:
         """Count one planned step, before it joins the chain."""

@@ -264,9 +264,9 @@ class Scheduler:
 
     def _windows_landed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
         """Live windows gained so many tokens each; ``last_gains``: those of them that ended."""
-        self.counters.proposed(width, gains, last_gains)
+        kept = self.counters.proposed(width, gains, last_gains)
         if self.planner.speculation is not None:
-            self.planner.speculation.landed(len(gains), sum(gains))
+            self.planner.speculation.landed(width, len(gains), kept)
 
     def _told(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
         """What a step gave whose rows are all live and go on."""

@@ -211,7 +211,7 @@ def _generate_rows() -> Iterator[tuple[str, set[str]]]:
 
 def _summary() -> set[str]:
     labelled = ("chain_breaks", "finished", "late_captures", "fallbacks", "group_requests", "group_idle_steps")
-    counters = {f"{name}{{a reason}}": 1 for name in (*labelled, "speculation_off")}
+    counters = {f"{name}{{a reason}}": 1 for name in (*labelled, "speculation_off", "speculation_narrowed")}
     return names_in(Summary().figures(counters | {"spec_num_drafts": 1}))
 
 
@@ -228,7 +228,7 @@ def _bench_files() -> Iterator[tuple[str, set[str]]]:
     asked = PromptRequest((1, 2), SamplingParams(max_tokens=2))
     ended = {0: Finished(0, FinishReason.LENGTH, (5, 6))}
     trace = RunTrace(0.0, 3.0, [], {0: RequestTimes(asked, 0.0, [(1.0, 1), (2.0, 1)])}, ended)
-    rounds = Rounds("mtp", 1, 1, 1, 1, (1,), (1,), {"a reason": 1})
+    rounds = Rounds("mtp", 1, 1, 1, 1, (1,), (1,), {"a reason": 1}, {"1": 1})
     run = FixedBatchRun(1.0, 1.0, None, 1.0, None, trace, rounds, 1.0)
     figures = names_in(vllm_figures(trace, "m", 1) | run_figures(run)) - {"device"}
     yield "bench latency *.b<batch>-run<i>.json", figures | _under("device", DeviceWindow)

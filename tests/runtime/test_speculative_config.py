@@ -77,6 +77,22 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min is 0, but must be at least 1"),
         ({**SCRIPTED, "prompt_lookup_min": 1}, "method 'synthetic' looks nothing up"),
         ({**NGRAM, "disable_by_batch_size": -1}, "disable_by_batch_size is -1, but must be at least 0"),
+        ({**NGRAM, "fewer_speculative_tokens": 2}, "is 2, but must be a list of smaller numbers than"),
+        (
+            {**NGRAM, "fewer_speculative_tokens": [0]},
+            'is 0, but must be at least 1: type "fewer_speculative_tokens": 1',
+        ),
+        ({**NGRAM, "fewer_speculative_tokens": [NGRAM["num_speculative_tokens"]]}, "but must be at most"),
+        ({**NGRAM, "num_speculative_tokens": 7, "fewer_speculative_tokens": [2, 3, 3]}, "(7): type [3, 2]"),
+        ({**NGRAM, "num_speculative_tokens": 1, "fewer_speculative_tokens": [1]}, "(1): type []"),
+        (
+            {**NGRAM, "fewer_speculative_tokens": [1], "disable_by_batch_size": 4},
+            "which goes by rows alone: leave one of them out",
+        ),
+        (
+            {**MTP, "fewer_speculative_tokens": [1], "tree_size": 8},
+            "trees have one size: leave one of them out",
+        ),
         ({**NGRAM, "mixed_step_percent": 101}, "mixed_step_percent is 101, but must be at most 100"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, "proposals are kept where the target draws them"),
         ({**MTP, "draft_sample_method": "gumbel"}, "is 'gumbel', but must be one of greedy, probabilistic"),

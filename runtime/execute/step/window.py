@@ -50,11 +50,11 @@ class WindowRole(RowRole):
         return self._tree or self.width
 
     @classmethod
-    def of_proposer(cls, parts: RoleParts) -> Self:
-        """Of the limits' width, with the proposer that the parts come with."""
+    def of_proposer(cls, parts: RoleParts, width: int | None = None) -> Self:
+        """With the proposer that the parts come with; of the limits' width where none is given."""
         if parts.proposer is None:
             raise ValueError("a window needs a proposer")
-        return cls(parts, parts.limits.width, parts.proposer)
+        return cls(parts, width or parts.limits.width, parts.proposer)
 
     def decode(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """Up to W tokens for every row; ghost and padding rows gain none."""

@@ -217,6 +217,7 @@ def rig(
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
             mixed_windows=speculation is not None and (speculation.mixed_percent > 0 or groups is not None),
+            narrower=() if speculation is None else tuple(width for width, _ in speculation.narrower),
             snapshots=0 if snapshots is None else snapshots.count,
         ),
         further_roles=further_roles,

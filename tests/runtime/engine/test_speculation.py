@@ -460,3 +460,51 @@ def test_windows_that_do_not_pay_stop_and_are_tried_again() -> None:
     widths = [plan.width for plan in life.real_plans if plan.kind is StepKind.DECODE]
     assert {(4, 1), (1, 4)} <= set(pairwise(widths)), "it goes off, and on again"
     unbroken(life)
+
+
+NARROWER: dict[str, Any] = {  # 8 tokens pay for one row, 4 for two or three, 2 for more
+    "costs": ((1, 1000), (2, 4000), (8, 7900)),
+    "narrower": ((4, ((1, 900), (3, 1000), (8, 3900))), (2, ((3, 1000), (8, 1000)))),
+}
+
+
+@pytest.mark.parametrize("depth", [0, 2, 3])
+def test_steps_have_the_width_that_pays_and_answers_stay(depth: int) -> None:
+    """Rows leave one after the other, so windows grow; all kinds are in flight together."""
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=20 + 25 * r.request_id)) for r in repeating(5)]
+    life = speculating(requests, 8, depth=depth, policy=NARROWER, mixed=None)
+    widths = {plan.width for plan in life.real_plans if plan.kind is StepKind.DECODE}
+    assert {2, 4, 8} <= widths <= {1, 2, 4, 8}
+    counters = life.counters
+    assert counters["speculation_narrowed{1}"] > 0 < counters["speculation_narrowed{3}"]
+    assert counters["spec_num_draft_tokens"] < 7 * counters["spec_num_drafts"]
+    finished = life.finished.values()
+    assert sum(one.rounds for one in finished) == counters["spec_num_drafts"]
+    assert sum(one.accepted for one in finished) == counters["spec_num_accepted_tokens"]
+    if depth:
+        unbroken(life)
+
+
+@pytest.mark.parametrize("seed", [5100, 5101, 5102])
+def test_narrower_windows_live_beside_everything_else(seed: int) -> None:
+    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, windows beside chunks."""
+    life = random_life(seed).with_windows(2, 60)
+    more: dict[str, Any] = {"but": life.cut, "every": life.requests, "later": life.later, "act": life.act}
+    ran = speculating(life.first, 8, depth=2, policy=NARROWER, **more, **life.limits)
+    assert ran.counters["spec_num_drafts"] > 0
+    assert any(name.startswith("speculation_narrowed") for name in ran.counters)
+
+
+def test_ranks_agree_on_the_width() -> None:
+    requests = [replace(r, sampling=replace(r.sampling, max_tokens=15 + 12 * r.request_id)) for r in repeating(4)]
+
+    def over(**limits: Any) -> Any:
+        return tensor_rig(2, **limits)
+
+    how: dict[str, Any] = {"proposer": ngram(8), "speculation": Speculation(8, **NARROWER), "shape": FOUR_HEADS}
+    one = live(requests, depth=2, **ROOM, **how)
+    two = live(requests, depth=2, over=over, **ROOM, **how)
+    same(one, live(requests, depth=0, shape=FOUR_HEADS, **ROOM))
+    same(two, one)
+    assert two.rounds == one.rounds
+    assert two.counters["speculation_narrowed{3}"] == one.counters["speculation_narrowed{3}"] > 0

@@ -146,9 +146,13 @@ def draw_snapshots(draw: random.Random) -> SnapshotPolicy:
 
 
 def draw_policy(draw: random.Random, width: int) -> Speculation:
-    """Windows in every step, up to some rows, or where they pay: of the fake device's rounds half the width is kept."""
+    """Windows in every step, up to some rows, or where they pay, of one width or two: of the fake device's rounds half
+    the width is kept."""
     costs = tuple((rows, draw.randrange(500 * width, 700 * width)) for rows in (1, 2, 4))
-    return draw.choice((Speculation(width), Speculation(width, draw.randrange(5)), Speculation(width, None, costs)))
+    half = tuple((rows, cost // 2 + cost % 100) for rows, cost in costs)
+    of_two = Speculation(width, None, costs, narrower=((width // 2, half),)) if width > 3 and costs[0][1] % 2 else None
+    where_they_pay = of_two or Speculation(width, None, costs)
+    return draw.choice((Speculation(width), Speculation(width, draw.randrange(5)), where_they_pay))
 
 
 def _with_answers(

@@ -34,6 +34,13 @@ def test_the_border_is_the_last_batch_that_speculates(most: int) -> None:
         ({"width": 4, "costs": ((0, 1000),)}, "rows ascend from 1 on"),
         ({"width": 4, "costs": ((2, 1000), (2, 1100))}, "rows ascend"),
         ({"width": 4, "costs": ((2, -1),)}, "no cost is below 0"),
+        ({"width": 4, "costs": ((2, 9),), "narrower": ((2, ((2, -1),)),)}, "no cost is below 0"),
+        ({"width": 4, "costs": ((2, 9),), "narrower": ((4, ((2, 9),)),)}, r"widths \[4\], but they descend from 4"),
+        ({"width": 4, "costs": ((2, 9),), "narrower": ((1, ((2, 9),)),)}, "to 2 at least"),
+        ({"width": 8, "costs": ((2, 9),), "narrower": ((2, ((2, 9),)), (4, ((2, 9),)))}, "they descend"),
+        ({"width": 4, "narrower": ((2, ((2, 9),)),)}, "each width needs some"),
+        ({"width": 4, "costs": ((2, 9),), "narrower": ((2, ()),)}, "each width needs some"),
+        ({"width": 4, "costs": ((2, 9),), "most_rows": 3, "narrower": ((2, ((2, 9),)),)}, "most_rows is None"),
     ],
 )
 def test_values_that_cannot_be(given: dict[str, Any], said: str) -> None:
@@ -47,27 +54,83 @@ def test_costs_are_those_of_the_first_entry_that_covers_the_rows() -> None:
     assert Speculation(4).cost(3) == 0
     assert config.numbers == (4, -1, 3, 1, 1100, 4, 1500, 8, 3000, 0)
     assert Speculation(4, most_rows=0, mixed_percent=25).numbers == (4, 0, 0, 25)
+    narrower = Speculation(4, costs=((1, 1100),), narrower=((2, ((1, 1050), (8, 1400))),))
+    assert narrower.numbers == (4, -1, 1, 1, 1100, 0, 2, 2, 1, 1050, 8, 1400)
 
 
-@pytest.mark.parametrize(("gained", "pays"), [(9, False), (10, False), (11, True)])
-def test_a_window_pays_where_it_gains_more_than_its_time(gained: int, pays: bool) -> None:
-    """Ten rounds at the cost of one plain step each: eleven tokens are worth it, ten are not."""
-    policy = SpeculationPolicy(Speculation(4, costs=((8, UNIT),)))
+@pytest.mark.parametrize(
+    ("cost", "kept", "pays"), [(1000, 0, False), (1000, 1, True), (1100, 1, False), (1099, 1, True)]
+)
+def test_a_window_pays_where_it_gains_more_than_its_time(cost: int, kept: int, pays: bool) -> None:
+    """Ten rounds, of which so many kept a guess: eleven tokens are worth ten plain steps' time, ten are not."""
+    policy = SpeculationPolicy(Speculation(4, costs=((8, cost),)))
     assert policy.width(3) == 4, "before anything landed, it is hoped so"
-    policy.landed(10, gained)
+    policy.landed(4, 10, [kept, 0, 0])
     assert policy.width(3) == (4 if pays else 1)
+
+
+def narrow_policy(kept: list[int], rounds: int = 100) -> SpeculationPolicy:
+    """Windows of 8, 4 and 2: dearer with more rows. ``kept`` of so many rounds of 8."""
+    policy = SpeculationPolicy(
+        Speculation(
+            8,
+            costs=((1, 1200), (8, 1500), (32, 3000), (64, 9000)),
+            narrower=((4, ((1, 1150), (8, 1300), (32, 1600), (64, 3300))), (2, ((1, 1100), (32, 1300), (64, 1900)))),
+        )
+    )
+    policy.landed(8, rounds, kept)
+    return policy
+
+
+def test_the_width_is_the_one_that_gains_the_most_in_a_steps_time() -> None:
+    good = narrow_policy([95, 90, 80, 70, 60, 50, 40])  # 5.85 tokens of 8, 3.65 of 4, 1.95 of 2
+    assert [good.tokens(width) for width in (8, 4, 2)] == [5850, 3650, 1950]
+    assert [good.width(rows) for rows in (1, 2, 9, 33)] == [8, 8, 4, 4 if 3650 * 1900 > 1950 * 3300 else 2]
+    assert good.narrowed == {3: 2}
+    assert good.off == {}
+    poor = narrow_policy([20, 2, 0, 0, 0, 0, 0])
+    assert [poor.width(rows) for rows in (1, 2, 9, 33)] == [2, 1, 1, 1]
+    assert poor.off == {"gain": 3}
+    assert poor.narrowed == {1: 1}
+    equal = narrow_policy([50, 50, 50, 50, 50, 50, 50])
+    assert equal.tokens(8) * 1300 > equal.tokens(4) * 1500
+    assert equal.width(8) == 8
+
+
+def test_the_widest_window_is_tried_while_narrower_ones_say_nothing_of_it() -> None:
+    policy = narrow_policy([90, 80, 10, 0, 0, 0, 0])
+    widths = [policy.width(9) for _ in range(2 * (PROBE_EVERY + 1))]
+    assert widths == 2 * [*[4] * PROBE_EVERY, 8]
+    for _ in range(2 * REMEMBERED_ROUNDS // 8):
+        policy.landed(4, 8, [8, 8, 8])
+    assert policy.tokens(8) < policy.tokens(4) + 10, "of its own guesses nothing is known but the old"
+    for _ in range(4 * REMEMBERED_ROUNDS // 8):
+        policy.landed(8, 8, [8] * 7)
+    assert policy.width(9) == 8, "8,000 against 4,000 tokens, 3,000 against 1,600 of time"
+
+
+def test_beside_chunks_windows_are_the_widest_or_none() -> None:
+    policy = SpeculationPolicy(
+        Speculation(4, costs=((1, 1100), (8, 2500)), mixed_percent=100, narrower=((2, ((8, 1100),)),))
+    )
+    policy.landed(4, 10, [9, 8, 1])
+    assert [policy.width(rows) for rows in (1, 2)] == [4, 2]
+    assert [policy.mixed_width(rows, 100) for rows in (1, 2)] == [4, 1]
+    policy.mixed(2, 100)
+    assert policy.off == {"gain": 1}
+    assert policy.narrowed == {1: 1}
 
 
 def test_it_is_tried_again_and_what_was_gained_long_ago_is_forgotten() -> None:
     policy = SpeculationPolicy(Speculation(4, costs=((8, 2 * UNIT),)))
-    policy.landed(1, 1)
+    policy.landed(4, 1, [0, 0, 0])
     widths = [policy.width(2) for _ in range(2 * (PROBE_EVERY + 1))]
     assert widths == 2 * [*[1] * PROBE_EVERY, 4]
     assert policy.off == {"gain": 2 * PROBE_EVERY}
-    policy.landed(REMEMBERED_ROUNDS, REMEMBERED_ROUNDS)  # nothing was kept, again and again
+    policy.landed(4, REMEMBERED_ROUNDS, [0, 0, 0])  # nothing was kept, again and again
     rounds = 0
     while policy.width(2) == 1:
-        policy.landed(8, 32)
+        policy.landed(4, 8, [8, 8, 8])
         rounds += 8
     assert rounds <= REMEMBERED_ROUNDS, "a text that repeats itself is believed sooner than it has gone on for"
 
@@ -140,7 +203,7 @@ def test_beside_chunks_windows_pay_by_the_same_rule() -> None:
     few.mixed(2, 100)
     assert few.off == {"batch": 1}
     policy = SpeculationPolicy(Speculation(4, costs=((8, 2 * UNIT),), mixed_percent=100))
-    policy.landed(1, 1)
+    policy.landed(4, 1, [0, 0, 0])
     widths = []
     for _ in range(2 * (PROBE_EVERY + 1)):
         widths.append(policy.mixed_width(2, 100))
