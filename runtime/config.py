@@ -264,6 +264,12 @@ class EngineConfig:
                 "not find the group that has one: leave out --data-parallel-size, and type --tensor-parallel-size "
                 f"{self.ranks} --expert-parallel for as many ranks; or leave out --max-sessions where no daemon runs"
             )
+        if self.data_parallel > 1 and self.speculation is not None and self.speculation.fewer_speculative_tokens:
+            raise ConfigError(
+                f"fewer_speculative_tokens is {list(self.speculation.fewer_speculative_tokens)}, but data_parallel is "
+                f"{self.data_parallel}: groups have graphs for exchanges of two widths, one token and all of a window: "
+                "leave one of them out"
+            )
         if self.deterministic and self.data_parallel > 1:
             raise ConfigError(
                 f"data_parallel is {self.data_parallel}, but deterministic is on: sums between groups are not "

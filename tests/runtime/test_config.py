@@ -105,6 +105,9 @@ def test_groups_share_whole_experts() -> None:
         EngineConfig(model="m", device="cpu", tensor_parallel=2, data_parallel=3, max_sessions=4)
     drafting = {"method": "mtp", "model": "drafter", "num_speculative_tokens": 3}
     assert EngineConfig(model="m", device="cpu", data_parallel=2, speculative_config=drafting).width == 4
+    fewer = drafting | {"fewer_speculative_tokens": [1]}
+    with pytest.raises(ConfigError, match=r"fewer_speculative_tokens is \[1\], but data_parallel is 2"):
+        EngineConfig(model="m", device="cpu", data_parallel=2, speculative_config=fewer)
 
 
 def _few_slots(rows: int) -> int:
