@@ -5,6 +5,7 @@ python -m tests.runtime.schedule.simulate --model 0.6b    those of Qwen3-0.6B
 python -m tests.runtime.schedule.simulate --separate      prefill and decode in steps of their own
 python -m tests.runtime.schedule.simulate --drain-steps 2 --calm 1.75      with other rules for how long a chunk is
 python -m tests.runtime.schedule.simulate --rates 0.75 0.5 0.33 --mixed-percent 25     with windows of 4 tokens
+    ... --fewer 1                                         and of 2, where they pay more
 
 Knows: step times as a function of a plan's tokens, and how the engine's loop overlaps them at a chain depth. Does not
 know: a device, or a clock. Policies are compared here before they are measured; the figures are no measurements.
@@ -329,11 +330,17 @@ def with_table(
     return replace(ROOMY, mixed=mixed)
 
 
-def with_windows(config: SchedulerConfig, costs: StepCosts, width: int, mixed_percent: int) -> SchedulerConfig:
-    """Of ``width`` tokens a row, where these pay by ``costs``."""
-    windows = [(rows, costs.forward(rows * width) + costs.draft_ms) for rows in ROW_LIMITS]
-    table = tuple((rows, round(UNIT * ms / costs.forward(rows))) for rows, ms in windows)
-    rule = Speculation(width, None, table, mixed_percent)
+def with_windows(
+    config: SchedulerConfig, costs: StepCosts, width: int, mixed_percent: int, fewer: Sequence[int] = ()
+) -> SchedulerConfig:
+    """Of ``width`` tokens a row, or with ``fewer`` guesses, where these pay by ``costs``."""
+
+    def table(of: int) -> tuple[tuple[int, int], ...]:
+        windows = [(rows, costs.forward(rows * of) + costs.draft_ms) for rows in ROW_LIMITS]
+        return tuple((rows, round(UNIT * ms / costs.forward(rows))) for rows, ms in windows)
+
+    narrower = tuple((guesses + 1, table(guesses + 1)) for guesses in fewer)
+    rule = Speculation(width, None, table(width), mixed_percent, narrower)
     return replace(config, limits=replace(config.limits, width=width), widths=(width,), speculation=rule)
 
 
@@ -350,6 +357,7 @@ def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--itl-target-ms", type=float, help="how long a step with prompts may take")
     parser.add_argument("--depth", type=int, default=2, help="chain depth")
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="share of windows that keep each guess")
+    parser.add_argument("--fewer", nargs="*", type=int, default=[], help="numbers of guesses beside all, descending")
     parser.add_argument("--mixed-percent", type=int, default=25, help="of a step's tokens beside chunks")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help=f"of {', '.join(LOADS)}")
     return parser.parse_args(arguments)
@@ -363,7 +371,7 @@ def config_of(options: argparse.Namespace) -> SchedulerConfig:
         config = with_table(costs, options.itl_target_ms, waves, options.calm, options.drain_steps)
     config = config_with(config, depth=options.depth)
     if options.rates:
-        config = with_windows(config, costs, len(options.rates) + 1, options.mixed_percent)
+        config = with_windows(config, costs, len(options.rates) + 1, options.mixed_percent, options.fewer)
     return config
 
 
