@@ -70,6 +70,20 @@ def test_windows_beside_chunks_shorten_answers_under_load() -> None:
     assert times[1] < 0.99 * times[0]
 
 
+def test_fewer_guesses_for_many_rows_shorten_a_load() -> None:
+    """15, 7 or 3 by what pays, against any number alone: 40 requests at once, whose last ones run by themselves."""
+    load = mixed_lengths(40, seed=6)
+    rates = [0.8**place for place in range(1, 16)]
+
+    def took(guesses: int, *fewer: int) -> float:
+        config = with_windows(with_table(QWEN3_8B_H200), QWEN3_8B_H200, guesses + 1, 25, fewer)
+        figures = simulate(config, QWEN3_8B_H200, load, 40, rates=rates[:guesses])
+        assert figures.tokens == sum(one.output for one in load)
+        return figures.ms
+
+    assert took(15, 7, 3) < 0.97 * min(took(15), took(8), took(7), took(3))
+
+
 def test_a_line_tells_the_median_and_the_99th_of_both_times() -> None:
     """Of a hundred times, 1 to 100 ms, each percentile is another one; those of a first token are ten times as long."""
     figures = simulate(ROOMY, COSTS, [Arrival(prompt=10, output=2)], None)
