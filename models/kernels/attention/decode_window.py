@@ -4,10 +4,10 @@ Knows: several new tokens a row (verification, a drafter's block, a draft tree),
 the tensor memory accelerator (TMA), the newest ones by pointers. Does not know: how rows are split and ordered
 (decode_work.py), how splits are merged (decode_merge.py), when this kernel is better (decode_choice.py).
 
-Every query sees every key before the window, so whole blocks of those need no mask and no bound, and a ring of blocks
-is in flight whatever their pages: the page of the block after the next is asked for one block ahead. By pointers
-Triton keeps half as many in flight, for an address that is loaded takes a stage itself. Keys from the window on are
-masked, by position or by tree, and their rows that nobody wrote are zeroed, which TMA would not do.
+Every query sees every key before the window, so whole blocks of those need no mask and no bound. A block's page is
+asked for one block ahead, and as many blocks as there are stages, but one, are in flight; by pointers Triton keeps half
+as many, for an address that is itself loaded takes a stage. Keys from the window on are masked, by position or by tree,
+and those that nobody wrote are zeroed, which TMA would not do.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
