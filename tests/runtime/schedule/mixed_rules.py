@@ -28,6 +28,7 @@ class MixedRules:
         self._waited = False  # rows that decode waited for the step before
         self._planned: dict[int, int] = {}  # by id, before the plan
         self._waiting: list[int] = []  # tokens that each of those in the queue is to compute
+        self._in_line: set[int] = set()  # who they are
         self._scoring: set[int] = set()
         self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
 
@@ -35,7 +36,8 @@ class MixedRules:
         sequences = self._scheduler.resources.sequences
         self._planned = {request_id: sequence.planned_tokens for request_id, sequence in sequences.items()}
         waiting = [s for s in sequences.values() if s.state is State.WAITING]
-        self._waiting = [0 if s.expects_fork else min(s.landed_tokens, self._mixed.long_prompt) for s in waiting]
+        self._waiting = [self._to_compute(sequence) for sequence in waiting]
+        self._in_line = {sequence.request.request_id for sequence in waiting}
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
         prefilling = self._scheduler.resources.by_state[State.PREFILL].values()
         self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
@@ -69,7 +71,8 @@ class MixedRules:
     def _check_shares(self, plan: StepPlan, rows: list[SequenceState], cut: dict[SequenceState, int]) -> None:
         """``rows`` decode beside the step, or wait for it."""
         prefills = {**dict.fromkeys(self._scheduler.resources.by_state[State.PREFILL].values(), 0), **cut}
-        given, most = sum(cut.values()), self._most(plan, rows, prefills)
+        given, mosts = sum(cut.values()), self._mosts(plan, rows, prefills)
+        most = max(mosts)
         wave = self._wave(plan)
         room = self._scheduler.config.limits.max_prefill_tokens
         if self._mixed.buckets:
@@ -89,7 +92,7 @@ class MixedRules:
                 and not wave
             ):
                 raise BrokenRule(f"step {plan.step} has {total} tokens, which is no bucket: {plan}")
-        elif wanting and given != most:
+        elif wanting and given not in mosts:
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts; {most} would fill it: {plan}")
         first = min(kind, key=lambda s: s.order)
         if first in wanting and cut.get(first, 0) < min(-(-given // 2), wave or given):
@@ -102,7 +105,19 @@ class MixedRules:
         applies = plan.kind is StepKind.MIXED and mixed.costly_prefix and max(starts) >= mixed.long_prefix
         return mixed.tile * mixed.wave if applies else 0
 
-    def _most(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> int:
+    def _to_compute(self, sequence: SequenceState) -> int:
+        return 0 if sequence.expects_fork else min(sequence.landed_tokens, self._mixed.long_prompt)
+
+    def _mosts(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> set[int]:
+        """What ``_most`` says with those who came to wait during the plan and without: rows that lost their blocks to
+        others before tokens were counted, or after."""
+        waiting = self._scheduler.resources.by_state[State.WAITING].items()
+        came = [self._to_compute(sequence) for request_id, sequence in waiting if request_id not in self._in_line]
+        return {self._most(plan, rows, prefills, known) for known in (self._waiting, self._waiting + came)}
+
+    def _most(
+        self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int], waiting: list[int]
+    ) -> int:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""
         config, mixed = self._scheduler.config, self._mixed
         if not rows:
@@ -121,7 +136,7 @@ class MixedRules:
         if mixed.calm:
             calm = dict(mixed.calm)
             wanted = decoding + max(
-                calm[covering(calm, len(rows))], -(-self._waiting_tokens(rows, prefills) // mixed.drain_steps)
+                calm[covering(calm, len(rows))], -(-self._waiting_tokens(rows, prefills, waiting) // mixed.drain_steps)
             )
             enough = [total for total in totals_there_are if total >= wanted]
             budget = min([budget, *enough[:1]])
@@ -158,12 +173,11 @@ class MixedRules:
                 f"step {plan.step} has {len(rows)} rows of {plan.row_tokens} tokens beside chunks: {policy}"
             )
 
-    def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState]) -> int:
-        """As it was when the plan was begun: nobody was seated for it, nothing cut."""
+    def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState], known: list[int]) -> int:
+        """As it was when the plan was begun, but for ``known``, who wait: nobody was seated for it, nothing cut."""
         before = [s for s in prefills if (s.slot, s.epoch) in self._left]
         tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
         free = self._scheduler.config.limits.rows - len(before) - len(rows)
-        known = self._waiting
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 
 
