@@ -151,29 +151,26 @@ class SpeculativeConfig:
 
     def _fill_fewer(self) -> None:
         fewer, k = self.fewer_speculative_tokens, self.num_speculative_tokens
-        if not isinstance(fewer, list | tuple):
+        listed = list(fewer) if isinstance(fewer, list | tuple) else None
+        whole = [one for one in listed or () if isinstance(one, int) and not isinstance(one, bool) and 0 < one < k]
+        if listed is None or whole != listed or whole != sorted(set(whole), reverse=True):
+            some = sorted(set(whole), reverse=True) or ([k // 2] if k > 1 else [])
+            typed = f'type "fewer_speculative_tokens": {some}' if some else "leave it out"
             raise SpeculativeConfigError(
-                f"{FLAG}: fewer_speculative_tokens is {fewer!r}, but must be a list of smaller numbers than "
-                f"num_speculative_tokens ({k}): type {[max(1, k // 2)]}"
-            )
-        for one in fewer:
-            _check_whole("fewer_speculative_tokens", one, 1, k - 1 if k > 1 else 1)
-        if any(more <= less for more, less in pairwise((k, *fewer))):
-            raise SpeculativeConfigError(
-                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, but must descend from below "
-                f"num_speculative_tokens ({k}): type {sorted({one for one in fewer if one < k}, reverse=True)}"
+                f"{FLAG}: fewer_speculative_tokens is {fewer if listed is None else listed!r}, but must be a list of "
+                f"whole numbers from 1 on, descending from below num_speculative_tokens ({k}): {typed}"
             )
         if fewer and self.tree_size is not None:
             raise SpeculativeConfigError(
-                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, but tree_size is {self.tree_size}, and trees have "
+                f"{FLAG}: fewer_speculative_tokens is {listed}, but tree_size is {self.tree_size}, and trees have "
                 "one size: leave one of them out"
             )
         if fewer and self.disable_by_batch_size is not None:
             raise SpeculativeConfigError(
-                f"{FLAG}: fewer_speculative_tokens is {list(fewer)}, chosen from by gains, but disable_by_batch_size "
+                f"{FLAG}: fewer_speculative_tokens is {listed}, chosen from by gains, but disable_by_batch_size "
                 f"is {self.disable_by_batch_size}, which goes by rows alone: leave one of them out"
             )
-        object.__setattr__(self, "fewer_speculative_tokens", tuple(fewer))
+        object.__setattr__(self, "fewer_speculative_tokens", tuple(listed))
 
     def _fill_lookup(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

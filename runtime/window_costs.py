@@ -42,10 +42,11 @@ def speculation(
     percent = config.speculation.mixed_step_percent if executor.mixes_windows else 0
     if config.device == "cpu" or most_rows is not None:
         return Speculation(width, most_rows, mixed_percent=percent)
-    costs, *narrower = (_costs(config, executor, schedule, share, w) for w in (width, *config.speculation.narrower))
-    if not costs:  # no rows fit: every step is a window, as wide as can be
-        narrower = []
-    return Speculation(width, None, costs, percent, tuple(zip(config.speculation.narrower, narrower, strict=False)))
+    narrower = config.speculation.narrower
+    costs = {w: _costs(config, executor, schedule, share, w) for w in (width, *narrower)}
+    if not costs[width]:  # no rows fit, of any width: every step is a window, as wide as can be
+        return Speculation(width, mixed_percent=percent)
+    return Speculation(width, None, costs[width], percent, tuple((w, costs[w]) for w in narrower))
 
 
 def _costs(

@@ -401,13 +401,17 @@ class NvidiaKernels(Kernels):
                 out_THD=out_THD,
                 stages=window.stages,
                 warps=window.warps,
-                programs=window_programs(window, kv_heads, self.traits.multiprocessors),
+                programs=window_programs(window.programs, kv_heads, self.traits.multiprocessors),
                 pdl=self.pdl,
             )
         if listed is not None:
             attend = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
-            multiprocessors, each = self.traits.multiprocessors, programs_each(inputs, kv_heads, by_tma)
-            programs = programs_of(inputs, kv_heads, listed.rule, multiprocessors, each)
+            multiprocessors = self.traits.multiprocessors
+            if window is not None:
+                programs = window_programs(window.programs, kv_heads, multiprocessors)
+            else:
+                each = programs_each(inputs, kv_heads, by_tma)
+                programs = programs_of(inputs, kv_heads, listed.rule, multiprocessors, each)
             return attend(
                 q_TX,
                 heads,
@@ -422,7 +426,7 @@ class NvidiaKernels(Kernels):
                 block_n=min(block_n, listed.rule.block),
                 stages=stages,
                 warps=warps,
-                programs=programs if window is None else window_programs(window, kv_heads, multiprocessors),
+                programs=programs,
                 pdl=self.pdl,
             )
         if inputs.starts_B is not None:

@@ -57,7 +57,7 @@ class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
     ``further_roles`` serve plans before decode and prefill are asked. With a ``proposer``, decode steps may have the
-    limits' width, too, and the tables keep the tokens of every slot.
+    limits' width and the config's narrower ones, too, and the tables keep the tokens of every slot.
     """
 
     def __init__(

@@ -78,13 +78,10 @@ class Speculation:
             numbers += [width, *_flat(costs)]
         return tuple(numbers)
 
-    def cost(self, rows: int) -> int:
-        """Of a window of so many rows, in thousandths of a plain step; 0 where nothing is known."""
-        return cost_of(self.costs, rows)
-
 
 def cost_of(costs: Costs, rows: int) -> int:
-    """The first entry that covers so many rows, the last where none does; 0 where there is none."""
+    """Of a window of so many rows, in thousandths of a plain step: of the first entry that covers them, or of the last;
+    0 where there is none."""
     return costs[min(bisect_left(costs, (rows, 0)), len(costs) - 1)][1] if costs else 0
 
 

@@ -153,7 +153,7 @@ PARTS = (
     Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
     Part("attention-in-layer", 1, 110, "-m tests.bench.attention --out {out}/results --compile-workers 13"),
     Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
-    Part("windows-in-layer", 1, 180, "-m tests.bench.window_attention --in-layer --lengths 1150 --out {out}/results"),
+    Part("windows-in-layer", 1, 240, "-m tests.bench.window_attention --in-layer --lengths 1150 --out {out}/results"),
     Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
     Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),

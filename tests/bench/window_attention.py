@@ -34,7 +34,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels.attention import decode, decode_balanced, decode_window
-from models.kernels.attention.decode_choice import WindowLaunch, window_programs
+from models.kernels.attention.decode_choice import window_programs
 from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_rule, plan_decode, workspace_floats
 from models.kernels.interface import Rotation
 from models.kernels.matmul.autotune import captured, replay_for
@@ -51,6 +51,7 @@ TALL_BLOCKS = ((32, 5, 8), (64, 3, 8), (64, 5, 8), (128, 3, 8))  # the same of _
 SECONDS = 0.03
 SECONDS_IN_LAYER = 0.15  # the clock has fallen by then to what the products' power allows
 HIDDEN = 4096
+BLOCK = 64  # keys, in the layer
 _TALL = 64
 _TALLEST = 128
 
@@ -68,7 +69,6 @@ class Form(NamedTuple):
     longest: int
     programs: int
     apart: bool = False
-    block: int = 64
 
 
 def forms(pairs: int, query_rows: int) -> Iterator[Form]:
@@ -147,12 +147,12 @@ class Windows:
         self.inputs.kv_lengths_B[len(self.inputs.kv_lengths_B) - absent :] = 0
         self.inputs = dataclasses.replace(self.inputs, skip_empty=True)
 
-    def form(self, one: Form) -> Attend:
+    def form(self, one: Form, multiprocessors: int) -> Attend:
         """One layer's attention. Makes the list."""
         rows, new, group = len(self.inputs.kv_lengths_B), self.inputs.query_len, self.heads // self.kv_heads
         shape = rows, self.kv_heads, new * group, self.q.shape[-1], self.inputs.max_kv_length
         limits: dict[str, int] = {
-            "block": one.block,
+            "block": BLOCK,
             "longest": one.longest,
             "fewest": one.fewest,
             "room": self.partial.numel(),
@@ -164,14 +164,12 @@ class Windows:
             return lambda q, layer: run(q, self.heads, layer, self.inputs, rule, *rest)
         work: DecodeWork = plan_decode(self.inputs, rule, True)
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends
-        tma = one.kernel == "windows"
-        launch = WindowLaunch(tma, one.stages, one.warps, one.programs, one.fewest, one.longest, rule.most)
-        programs = window_programs(launch, self.kv_heads, 132)
+        programs = window_programs(one.programs, self.kv_heads, multiprocessors)
         how: dict[str, Any] = {"stages": one.stages, "warps": one.warps, "programs": programs, "pdl": True}
-        if tma:
+        if one.kernel == "windows":
             return lambda q, layer: decode_window.attend_windows(q, layer, self.inputs, work, *rest, **how)
         return lambda q, layer: decode_balanced.attend_list(
-            q, self.heads, layer, self.inputs, work, *rest, block_n=one.block, **how
+            q, self.heads, layer, self.inputs, work, *rest, block_n=BLOCK, **how
         )
 
     def us(self, rule: SplitRule, stages: int, warps: int, apart: bool) -> float:
@@ -226,7 +224,10 @@ class InLayer:
         pairs = len(windows.inputs.kv_lengths_B) * windows.kv_heads
         for one in forms(pairs, group * windows.inputs.query_len):
             try:
-                yield {"us": round(self.us(windows.form(one)) - beside, 2), **one._asdict()}
+                yield {
+                    "us": round(self.us(windows.form(one, self.kernels.traits.multiprocessors)) - beside, 2),
+                    **one._asdict(),
+                }
             except Exception as error:  # too much shared memory, for one: the others are worth a measurement still
                 yield {**one._asdict(), "failed": str(error)[:80]}
 

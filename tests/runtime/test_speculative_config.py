@@ -18,6 +18,7 @@ from runtime.speculative_config import (
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SEVEN: dict[str, Any] = {**NGRAM, "num_speculative_tokens": 7}
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 SCRIPTED = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.9, 0.5, 0.5]}
 
@@ -77,14 +78,13 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min is 0, but must be at least 1"),
         ({**SCRIPTED, "prompt_lookup_min": 1}, "method 'synthetic' looks nothing up"),
         ({**NGRAM, "disable_by_batch_size": -1}, "disable_by_batch_size is -1, but must be at least 0"),
-        ({**NGRAM, "fewer_speculative_tokens": 2}, "is 2, but must be a list of smaller numbers than"),
-        (
-            {**NGRAM, "fewer_speculative_tokens": [0]},
-            'is 0, but must be at least 1: type "fewer_speculative_tokens": 1',
-        ),
-        ({**NGRAM, "fewer_speculative_tokens": [NGRAM["num_speculative_tokens"]]}, "but must be at most"),
-        ({**NGRAM, "num_speculative_tokens": 7, "fewer_speculative_tokens": [2, 3, 3]}, "(7): type [3, 2]"),
-        ({**NGRAM, "num_speculative_tokens": 1, "fewer_speculative_tokens": [1]}, "(1): type []"),
+        ({**SEVEN, "fewer_speculative_tokens": 2}, "is 2, but must be a list of whole numbers"),
+        ({**SEVEN, "fewer_speculative_tokens": 2}, '(7): type "fewer_speculative_tokens": [3]'),
+        ({**SEVEN, "fewer_speculative_tokens": [0]}, "is [0], but must be a list of whole numbers from 1 on"),
+        ({**SEVEN, "fewer_speculative_tokens": [7, 3]}, '(7): type "fewer_speculative_tokens": [3]'),
+        ({**SEVEN, "fewer_speculative_tokens": [2, 3, 3]}, '(7): type "fewer_speculative_tokens": [3, 2]'),
+        ({**SEVEN, "fewer_speculative_tokens": [3, True]}, '(7): type "fewer_speculative_tokens": [3]'),
+        ({**SEVEN, "num_speculative_tokens": 1, "fewer_speculative_tokens": [1]}, "(1): leave it out"),
         (
             {**NGRAM, "fewer_speculative_tokens": [1], "disable_by_batch_size": 4},
             "which goes by rows alone: leave one of them out",

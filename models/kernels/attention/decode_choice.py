@@ -65,8 +65,9 @@ class _SingleTokens(NamedTuple):
 
 
 class WindowLaunch(NamedTuple):
-    """How windows over a list are launched. ``tma``: by decode_window.py, else by pointers (decode_balanced.py).
-    ``programs``: of a multiprocessor. ``fewest``, ``longest`` and ``most``: of the rule by which rows are split."""
+    """How windows over a list are launched. ``tma``: by decode_window.py, with ``stages`` and ``warps``; else by
+    pointers (decode_balanced.py), with those of ``DecodeChoice.variant``. ``programs``: of a multiprocessor.
+    ``fewest``, ``longest`` and ``most``: of the rule by which rows are split."""
 
     tma: bool
     stages: int
@@ -127,7 +128,7 @@ class DecodeChoice:
         return False, blocks
 
     def window(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> WindowLaunch | None:
-        """How windows over a list are launched; None where every split is a program, or nobody measured their shape."""
+        """How windows over a list are launched; None where every split is a program, or others serve."""
         if not (self.pdl and self.balanced) or inputs.query_len == 1:
             return None
         if not decode_window.supports(heads, kv_layer, inputs, _WINDOW_BLOCK):
@@ -246,9 +247,9 @@ def _window_launch(pairs: int, query_rows: int, multiprocessors: int, *, absent:
     return WindowLaunch(tma, stages, warps, 1, fewest, longest, MERGED_AT_ONCE)
 
 
-def window_programs(launch: WindowLaunch, kv_heads: int, multiprocessors: int) -> int:
-    """Programs over the list: as many of each key head."""
-    return kv_heads * max(1, launch.programs * multiprocessors // kv_heads)
+def window_programs(each: int, kv_heads: int, multiprocessors: int) -> int:
+    """Programs over the list of windows, about ``each`` a multiprocessor: as many of each key head."""
+    return kv_heads * max(1, each * multiprocessors // kv_heads)
 
 
 def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:

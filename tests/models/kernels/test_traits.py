@@ -140,8 +140,8 @@ def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     ]
     beside_chunks = [decode_choice._window_launch(*given, 132, absent=True) for given in WINDOWS[1:4:2]]
     assert [one[:6] for one in beside_chunks] == [(True, 3, 4, 2, 2, 1024)] * 2
-    assert decode_choice.window_programs(over_a_list[1], 8, 132) == 128, "as many of each key head"
-    assert decode_choice.window_programs(over_a_list[3], 8, 132) == 264
+    assert decode_choice.window_programs(over_a_list[1].programs, 8, 132) == 128, "as many of each key head"
+    assert decode_choice.window_programs(over_a_list[3].programs, 8, 132) == 264
     of_tokens = [decode_choice._attention_blocks(pairs, 8, 256, shared, every_split=True) for pairs in (1, 4, 8, 9, 17)]
     assert of_tokens == [(64, 5, 4), (64, 3, 4), (64, 3, 4), (32, 5, 2), (64, 5, 4)]
     assert [decode_choice._fewest_splits(pairs, 8, 132) for pairs in (4, 8, 9, 16)] == [64, 64, 16, 16]

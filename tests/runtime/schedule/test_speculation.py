@@ -12,7 +12,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Admit, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
-from runtime.schedule.speculation import PROBE_EVERY, REMEMBERED_ROUNDS, UNIT, Speculation, SpeculationPolicy
+from runtime.schedule.speculation import PROBE_EVERY, REMEMBERED_ROUNDS, UNIT, Speculation, SpeculationPolicy, cost_of
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import prompt_of
 
@@ -50,8 +50,8 @@ def test_values_that_cannot_be(given: dict[str, Any], said: str) -> None:
 
 def test_costs_are_those_of_the_first_entry_that_covers_the_rows() -> None:
     config = Speculation(4, costs=((1, 1100), (4, 1500), (8, 3000)))
-    assert [config.cost(rows) for rows in (1, 2, 4, 5, 8, 9)] == [1100, 1500, 1500, 3000, 3000, 3000]
-    assert Speculation(4).cost(3) == 0
+    assert [cost_of(config.costs, rows) for rows in (1, 2, 4, 5, 8, 9)] == [1100, 1500, 1500, 3000, 3000, 3000]
+    assert cost_of(Speculation(4).costs, 3) == 0
     assert config.numbers == (4, -1, 3, 1, 1100, 4, 1500, 8, 3000, 0)
     assert Speculation(4, most_rows=0, mixed_percent=25).numbers == (4, 0, 0, 25)
     narrower = Speculation(4, costs=((1, 1100),), narrower=((2, ((1, 1050), (8, 1400))),))
