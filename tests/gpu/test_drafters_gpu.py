@@ -146,6 +146,37 @@ def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
         assert engine.counters["chain_breaks{start}"] == 1
 
 
+SEVERAL = Speculation(  # 8 tokens for one or two rows, 4 for three or four, 2 for more
+    8,
+    costs=((2, 1000), (16, 7900)),
+    narrower=((4, ((2, 990), (4, 1000), (16, 7900))), (2, ((4, 1990), (16, 900)))),
+)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_windows_of_several_widths_give_the_golden_tokens(depth: int) -> None:
+    """Rows leave one after the other, so windows grow; what was captured holds rounds of all widths."""
+    with rig_of("dflash", torch.float32, depth=depth, widths=(1,), mixed=None, speculation=SEVERAL) as engine:
+        finished = run(engine, asked())
+        engine.stop()
+        counters = dict(engine.counters)
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+    assert counters["speculation_narrowed{1}"] > 0 < counters["speculation_narrowed{3}"]
+    assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0
+    assert sum(one.rounds for one in finished.values()) == counters["spec_num_drafts"]
+    if depth:
+        assert counters["chain_breaks{start}"] == 1
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_a_round_of_fewer_tokens_is_one_captured_launch_without_a_sync(rows: int) -> None:
+    requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(rows)]
+    several: dict[str, Any] = {"widths": (1,), "mixed": None, "speculation": SEVERAL, "block_size": 64}
+    with rig_of("dflash", torch.bfloat16, depth=2, **several) as engine:
+        count_steady_steps(engine, requests)
+        assert engine.counters["chain_breaks{start}"] == 1
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp_path: Path) -> None:
     """Its guesses are bad, and nothing of them reaches a text; a draft vocabulary of 1,000 ids."""
