@@ -35,6 +35,7 @@ from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging, StagingCounters
+from runtime.execute.step import step_io_kernels as step_kernels
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
@@ -106,7 +107,12 @@ class Executor:
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
-            device, entries=entries, rows=max_rows, width=limits.width, max_logprobs=MAX_TOP_LOGPROBS
+            device,
+            entries=entries,
+            rows=max_rows,
+            width=limits.width,
+            max_logprobs=MAX_TOP_LOGPROBS,
+            direct=step_kernels.kernels_for(self.tables.columns.records) is not None,
         )
         self.sizing = self._size(further_roles)
         self.pool = CachePool(

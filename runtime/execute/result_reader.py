@@ -1,10 +1,13 @@
-"""Results on their way to the host: a copy of each ring entry into pinned memory, and one worker thread that waits.
+"""Results on their way to the host: in pinned memory, by kernels or by a copy, and one worker thread that waits.
 
 Knows: which ring entry holds which step, when an entry may be used again, and how a step is read from its words.
 Does not know: how results are computed or packed (result_ring.py), or what they mean to a request (the scheduler).
 
-A step's path:  reserve (host) -> record start -> work, ending in ResultRing.append -> record ready -> submit
-                -> copy stream: device entry -> pinned entry -> worker: StepResult -> take (host)
+A step's path:  reserve (host) -> record start -> work, which ends with its append -> record ready -> submit
+                -> worker: StepResult -> take (host)
+
+Kernels store into the pinned entry itself. What torch appended (log-probabilities, or all results without Triton), and
+scores of prompts, the copy stream brings home between ``submit`` and the worker.
 
 An entry is written by the device from ``reserve`` on and read until ``take``. At most ``entries - 1`` steps are between
 the two; one more is refused by name. Each appended result carries the number of its append, and the worker compares it
@@ -25,7 +28,6 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
@@ -66,7 +68,7 @@ class StepTiming:
 
 
 class Ticket(NamedTuple):
-    """A step's claim on a ring entry. ``send`` copies its ``words`` to the host.
+    """A step's claim on a ring entry. ``send`` copies its ``words`` to the host; None: kernels store them there.
 
     Record ``ready`` on the compute stream behind the step's work and, where steps are timed, ``start`` before it.
     """
@@ -77,21 +79,26 @@ class Ticket(NamedTuple):
     start: Event
     ready: Event
     copied: Event
-    send: Work
+    send: Work | None
     words: int
     scores: StepPromptLogprobs | None = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether the copy stream has anything to bring."""
+        return self.send is not None or self.scores is not None
 
 
 @dataclass(slots=True)
 class ResultCounters:
-    """landed: steps; device_to_host_bytes: payload copied."""
+    """landed: steps; device_to_host_bytes: of their results, stored there or copied."""
 
     landed: int = 0
     device_to_host_bytes: int = 0
 
 
 class ResultReader:
-    """The host side. One thread calls reserve, submit and take; a worker thread waits for the copies.
+    """The host side. One thread calls reserve, submit and take; a worker thread waits for steps to be home.
 
     ``on_timing`` is called by the worker, with each step's device times, before the step can be taken; without it no
     times are kept. ``origin_s`` is the zero of those times on time.perf_counter's clock. Without ``prompt_scores`` no
@@ -113,9 +120,8 @@ class ResultReader:
         self._on_timing = on_timing
         self._prompt_scores = prompt_scores
         self._land_range = land_range
-        self._host_EX = device.pinned(*ring.buffer_EX.shape, dtype=torch.int32)
-        self._copies: dict[tuple[int, int, int, int | None], tuple[Work, int]] = {}  # and words
-        self._array_EX: npt.NDArray[np.int32] = self._host_EX.numpy()
+        self._copies: dict[tuple[int, int, int, int | None], tuple[Work | None, int]] = {}  # and words
+        self._array_EX: npt.NDArray[np.int32] = ring.host_EX.numpy()
         timed = on_timing is not None
         self._events = [
             (device.event(timing=timed), device.event(timing=timed), device.event()) for _ in range(ring.entries)
@@ -166,27 +172,34 @@ class ResultReader:
             )
 
     def submit(self, ticket: Ticket) -> None:
-        """Send the step's results home once ``ticket.ready`` has happened. Returns at once."""
-        stream = self._device.copy
-        stream.wait(ticket.ready)
-        stream.submit(ticket.send)
-        if ticket.scores is not None:
-            stream.submit(ticket.scores.send)
-            self.counters.device_to_host_bytes += 4 * ticket.scores.words
-        stream.record(ticket.copied)
+        """Land the step's results once ``ticket.ready`` has happened. Returns at once."""
+        if ticket.copies:
+            self._copy_home(ticket)
         self.counters.device_to_host_bytes += 4 * ticket.words
         self._in_flight.append(ticket.spec.step)
         self._submitted.put(ticket)
 
-    def _copy_of(self, index: int, rows: int, width: int, logprobs: int | None) -> tuple[Work, int]:
-        """The copy of an entry's results of that shape, and its words; kept, since slicing costs more than the copy's
-        launch."""
-        shape = ResultShape(rows, width, logprobs)
-        self._ring.check_room(shape)
-        source, target = self._ring.buffer_EX[index, : shape.words], self._host_EX[index, : shape.words]
-        copy = partial(target.copy_, source, non_blocking=True), shape.words
-        self._copies[index, rows, width, logprobs] = copy
-        return copy
+    def _copy_home(self, ticket: Ticket) -> None:
+        stream = self._device.copy
+        stream.wait(ticket.ready)
+        if ticket.send is not None:
+            stream.submit(ticket.send)
+        if ticket.scores is not None:
+            stream.submit(ticket.scores.send)
+            self.counters.device_to_host_bytes += 4 * ticket.scores.words
+        stream.record(ticket.copied)
+
+    def _copy_of(self, index: int, rows: int, width: int, logprobs: int | None) -> tuple[Work | None, int]:
+        """The copy of an entry's results of that shape, if they need one, and its words; kept, since slicing costs more
+        than the copy's launch."""
+        ring, shape = self._ring, ResultShape(rows, width, logprobs)
+        ring.check_room(shape)
+        send: Work | None = None
+        if not ring.is_home(shape):
+            source, target = ring.buffer_EX[index, : shape.words], ring.host_EX[index, : shape.words]
+            send = partial(target.copy_, source, non_blocking=True)
+        self._copies[index, rows, width, logprobs] = send, shape.words
+        return send, shape.words
 
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
         """The result of ``step``; blocks until it has landed. Steps are taken in the order they were submitted.
@@ -250,7 +263,7 @@ class ResultReader:
                 self._landed.put(None)
 
     def _land(self, ticket: Ticket) -> None:
-        ticket.copied.synchronize()
+        (ticket.copied if ticket.copies else ticket.ready).synchronize()
         at = time.perf_counter()
         result = self._read(ticket)
         self._time(ticket, at, result)

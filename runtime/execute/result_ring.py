@@ -2,6 +2,9 @@
 
 Knows: how a step's results are packed into int32 words, and that the place of the next append is a counter on the
 device. Does not know: how results are computed, or how they get to the host (result_reader.py).
+
+There are two buffers of the same shape. What torch packs lies on the device and is copied home. Kernels that write a
+step's end store its few words into pinned memory themselves, where the host reads them: no copy, and no stream for it.
 """
 
 from __future__ import annotations
@@ -39,15 +42,21 @@ class ResultShape(NamedTuple):
 class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
-    buffer_EX int32 [entries, words]; appended_1 int64 [1]: the next append's number, modulo ``stamps``. On CUDA
-    step_io.write_back and window_io.commit_window do what ``append`` does. ``latest``: the shape of what
-    was checked last, None where it was undone; replays of a captured step check nothing.
+    buffer_EX int32 [entries, words] on the device; host_EX: as large, pinned; appended_1 int64 [1]: the next append's
+    number, modulo ``stamps``. On CUDA step_io.write_back and window_io.commit_window do what ``append`` does, but for
+    results with log-probabilities, and store into ``stored_EX``: with ``direct`` host_EX, else buffer_EX. ``latest``:
+    the shape of what was checked last, None where it was undone; replays of a captured step check nothing.
     """
 
-    def __init__(self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0) -> None:
+    def __init__(
+        self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0, direct: bool = False
+    ) -> None:
         self.room = ResultShape(rows, width, max_logprobs)  # of an entry
         self.latest: ResultShape | None = None
         self.buffer_EX = device.zeros(entries, self.room.words, dtype=torch.int32)
+        self.host_EX = device.pinned(entries, self.room.words, dtype=torch.int32)
+        self.direct = direct
+        self.stored_EX = self.host_EX if direct else self.buffer_EX
         self.entries = entries
         self.width = width
         self.stamps = 2**31 - 2**31 % entries  # appends are numbered modulo this
@@ -80,6 +89,10 @@ class ResultRing:
         shape = ResultShape(rows, width, None if logprobs is None else _likely_tokens(rows * width, logprobs))
         self.check_room(shape)
         self.latest = shape
+
+    def is_home(self, shape: ResultShape) -> bool:
+        """Whether results of that shape are in ``host_EX`` when their step has run, without a copy."""
+        return self.direct and shape.logprobs is None
 
     def check_room(self, shape: ResultShape) -> None:
         """ValueError where an entry is smaller, in any dimension."""

@@ -94,7 +94,8 @@ def rank_of(wanted: Mapping[str, Any] | None, ranks: int = 1) -> tuple[RowRole, 
         context = ModelContext(FirstRank(ranks), nvidia.NvidiaKernels(META, prefill="triton"), torch.bfloat16)
         model = model_class(config.architecture)(config, context)
     compute = SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None)
-    device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
+    zeros = partial(torch.zeros, device=META)
+    device = cast(Any, SimpleNamespace(torch_device=META, zeros=zeros, pinned=zeros, compute=compute))
     keys = dict(wanted or {})
     if keys.get("method") in ("mtp", "dflash"):
         keys["model"] = str(SHAPE / keys["method"])

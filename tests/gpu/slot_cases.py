@@ -39,20 +39,25 @@ class Case(NamedTuple):
 def empty_case(
     device: str, slots: int, blocks: int, entries: int, stop_ids: int, width: int = 1, history: int = 0
 ) -> Case:
+    on_gpu = torch.device(device).type == "cuda"
+
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def pinned(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
+
     compute = SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None)
-    played = cast(Any, SimpleNamespace(zeros=zeros, compute=compute))
+    played = cast(Any, SimpleNamespace(zeros=zeros, pinned=pinned, compute=compute))
     tables = SlotTables(played, max_requests=slots, max_blocks=blocks, vocab_size=1, stop_ids=stop_ids, history=history)
-    ring = ResultRing(played, entries=entries, rows=slots + 5, width=width, max_logprobs=1)
+    ring = ResultRing(played, entries=entries, rows=slots + 5, width=width, max_logprobs=1, direct=on_gpu)
     return Case(tables, ring, zeros(0, dtype=torch.int64))
 
 
 def state_of(case: Case) -> tuple[Tensor, ...]:
     tables, ring = case.tables, case.ring
     histories = () if tables.history_SL is None else (tables.history_SL[1:],)  # that of slot 0 nobody reads
-    return tables.columns.records, tables.block_table_SP, ring.buffer_EX, ring.appended_1, *histories
+    return tables.columns.records, tables.block_table_SP, ring.stored_EX, ring.appended_1, *histories
 
 
 def random_case(
@@ -94,6 +99,8 @@ def same(found: Tensor, wanted: Tensor, what: object) -> None:
 
 
 def same_state(found: Case, wanted: Case) -> None:
+    if found.ring.direct:
+        torch.cuda.synchronize()  # kernels store into the ring, and nothing waits for them to read it
     names = ("records", "blocks", "ring", "counter", "history")
     for ours, theirs, what in zip(state_of(found), state_of(wanted), names, strict=False):
         same(ours, theirs, what)

@@ -65,8 +65,8 @@ def counting(engine: Engine, *, on_gpu: bool = True) -> Iterator[Seen]:
 
 
 def check_steady(names: Counter[str], grown: dict[str, int]) -> None:
-    """Of steps without chunks: one graph launch and at most one copy home each, no sync, no allocation; only what was
-    staged is sent, and put into its tables by a few kernels. Raises AssertionError."""
+    """Of steps without chunks: one graph launch each, no copy home, no sync, no allocation; only what was staged is
+    sent, and put into its tables by a few kernels. Raises AssertionError."""
     staged = grown["host_to_device_copies"]
     assert names["cudaGraphLaunch"] == grown["steps"], "a step is one launch"
     assert sum(count for name, count in names.items() if "LaunchKernel" in name) <= KERNELS_OF_CHANGES * staged
@@ -90,9 +90,9 @@ def check_mixed(names: Counter[str], grown: dict[str, int], windows: int, *, pla
 
 
 def check_waits(names: Counter[str], grown: dict[str, int]) -> None:
-    """Of all steps. Copies home of steps before may end inside."""
+    """Of all steps without log-probabilities."""
     assert grown["host_to_device_copies"] <= grown["steps"]
-    assert sum_of(names, "Memcpy DtoH") <= grown["steps"] + 3
+    assert not sum_of(names, "Memcpy DtoH"), "kernels store results in the host's memory"
     assert not names["cudaStreamSynchronize"]
     assert names["cudaDeviceSynchronize"] <= 2, "the profiler waits for the device when it stops, steps never do"
     assert not sum_of(names, "cudaMalloc")

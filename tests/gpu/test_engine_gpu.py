@@ -184,7 +184,7 @@ def test_a_fork_synchronises_captures_and_allocates_nothing(prefill: PrefillWant
 
 
 def test_a_steady_step_is_one_launch() -> None:
-    """200 steady steps: one graph launch and at most one copy home each; no sync, no allocation, no byte sent."""
+    """200 steady steps: one graph launch each, no copy home; no sync, no allocation, no byte sent."""
     steps = 200
     with gpu_rig(depth=2, max_model_len=512, block_size=64, blocks=400) as engine:
         for i in range(8):

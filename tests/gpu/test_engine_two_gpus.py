@@ -82,7 +82,6 @@ def test_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
 WELL = {
     "cudaGraphLaunch": STEADY,
     "Memcpy HtoD (Pinned -> Device)": 24,
-    "Memcpy DtoH (Device -> Pinned)": STEADY + 2,
     "cudaDeviceSynchronize": 2,
     "_all_reduce_kernel": 4 * STEADY,
 }
@@ -94,6 +93,7 @@ WELL = {
         {"cudaGraphLaunch": STEADY + 1},
         {"Memcpy HtoD (Pageable -> Device)": 1},
         {"Memcpy DtoH (Device -> Pageable)": 2},
+        {"Memcpy DtoH (Device -> Pinned)": 1},
         {"cudaStreamSynchronize": 1},
         {"cudaDeviceSynchronize": 3},
         {"cudaMallocAsync": 1},
@@ -118,7 +118,7 @@ def test_a_breach_is_found(seen: dict[str, int]) -> None:
         {"cudaGraphLaunch": 116},
         {"Memcpy HtoD (Pinned -> Device)": 36},
         {"Memcpy HtoD (Pageable -> Device)": 1},
-        {"Memcpy DtoH (Device -> Pinned)": 95},
+        {"Memcpy DtoH (Device -> Pinned)": 1},
         {"cudaStreamSynchronize": 1},
         {"cudaMallocAsync": 1},
     ],
@@ -127,7 +127,7 @@ def test_a_breach_is_found(seen: dict[str, int]) -> None:
 def test_a_breach_of_steps_with_chunks_is_found(seen: dict[str, int]) -> None:
     """Of 90 steps, of which 11 have chunks, 3 of these beside windows."""
     grown = {"steps": 90, "prefill_steps": 1, "mixed_steps": 10, "host_to_device_copies": 24}
-    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 24, "Memcpy DtoH (Device -> Pinned)": 90}
+    well = {"cudaGraphLaunch": 104, "Memcpy HtoD (Pinned -> Device)": 24}
     apart = {"Memcpy HtoD (Pinned -> Device)": 24 + 11}
     check_mixed(Counter(well), grown, windows=3)
     check_mixed(Counter(well | apart), grown, windows=3, plans_apart=True)

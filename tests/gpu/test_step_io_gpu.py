@@ -228,7 +228,7 @@ def test_the_ring_and_its_stamps_wrap() -> None:
     for step in range(6):
         _check_a_step(case, step)
     assert int(case.ring.appended_1) == 3
-    assert case.ring.buffer_EX[:, 0].tolist() == [0, 1, 2, stamps - 1]
+    assert case.ring.stored_EX[:, 0].tolist() == [0, 1, 2, stamps - 1]
 
 
 def test_log_probabilities_take_the_way_of_torch(calls: list[str]) -> None:

@@ -230,7 +230,7 @@ def test_a_captured_window_advances_the_same_state_and_never_syncs(tree: int) ->
     for ours, theirs in (
         (device.tables.columns.records, fresh.tables.columns.records),
         (device.tables.history_SL, fresh.tables.history_SL),
-        (device.ring.buffer_EX, fresh.ring.buffer_EX),
+        (device.ring.stored_EX, fresh.ring.stored_EX),
         (device.ring.appended_1, fresh.ring.appended_1),
     ):
         assert ours is not None

@@ -223,7 +223,7 @@ def write_back(
         write_back_in_torch(tables, ring, rows_B, columns, draw, verdict, logprobs)
         return
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
-    history_SL, entries = tables.history_SL, (ring.buffer_EX, ring.appended_1, ring.stamps)
+    history_SL, entries = tables.history_SL, (ring.stored_EX, ring.appended_1, ring.stamps)
     kernels.finish(rows_B, draw.token_B, *verdict, old, table, history_SL, *entries)
 
 

@@ -216,7 +216,7 @@ def commit_window(
         old,
         table,
         tables.history_SL,
-        (ring.buffer_EX, ring.appended_1, ring.stamps),
+        (ring.stored_EX, ring.appended_1, ring.stamps),
         codes=_CODES,
         no_guess=NO_GUESS,
     )

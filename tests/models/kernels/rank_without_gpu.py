@@ -172,7 +172,8 @@ class Rank:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
-        device = cast(Any, SimpleNamespace(torch_device=META, zeros=partial(torch.zeros, device=META), compute=compute))
+        zeros = partial(torch.zeros, device=META)
+        device = cast(Any, SimpleNamespace(torch_device=META, zeros=zeros, pinned=zeros, compute=compute))
         ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
         limits = StepLimits(BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length)
         slots = SlotTables(

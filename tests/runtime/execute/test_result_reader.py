@@ -31,10 +31,13 @@ class Steps:
         rows: int = 4,
         width: int = 1,
         max_logprobs: int = 0,
+        direct: bool = False,
         on_timing: Callable[[StepTiming], None] | None = None,
     ) -> None:
         self.device = device
-        self.ring = ResultRing(device, entries=ENTRIES, rows=rows, width=width, max_logprobs=max_logprobs)
+        self.ring = ResultRing(
+            device, entries=ENTRIES, rows=rows, width=width, max_logprobs=max_logprobs, direct=direct
+        )
         self.landing = ResultReader(device, self.ring, on_timing=on_timing)
 
     def launch(self, spec: LaunchSpec, *, fail: bool = False) -> None:
@@ -54,7 +57,12 @@ class Steps:
             chosen = -tokens.to(torch.float32) / 8
             top = chosen[..., None].expand(-1, -1, logprobs) - 1
             parts = TokenLogprobs(chosen, (tokens + 1).to(torch.int32), top.to(torch.int32), top.contiguous())
+        before = self.ring.buffer_EX.clone()
         self.ring.append(tokens, torch.ones(spec.bucket, dtype=torch.int32), rows % 3, parts)
+        if self.ring.direct and parts is None:  # as a kernel does, which leaves the device's buffer alone
+            entry = (int(self.ring.appended_1) - 1) % ENTRIES
+            self.ring.stored_EX[entry] = self.ring.buffer_EX[entry]
+            self.ring.buffer_EX.copy_(before)
 
 
 @pytest.fixture
@@ -149,6 +157,41 @@ def test_the_append_number_wraps_with_the_ring(device: TwinDevice) -> None:
     assert (ring.appended_1.item(), ring.buffer_EX[2, 0].item()) == (0, ring.stamps - 1)
     ring.undo()
     assert ring.appended_1.item() == ring.stamps - 1
+
+
+def test_what_kernels_store_at_home_needs_no_copy(device: TwinDevice) -> None:
+    """Beside results with log-probabilities, which do: the same entries in turn."""
+    steps = Steps(device, max_logprobs=1, direct=True)
+    device.copy.pause()
+    for step in range(7):
+        steps.launch(decode_step(step, (1, 2)))
+        assert steps.landing.take(step, deadline_s=30).tokens == [step * 100, step * 100 + 10]
+    steps.launch(decode_step(7, (1, 2), logprobs=1))
+    steps.device.compute.synchronize()
+    with pytest.raises(TimeoutError, match="step 7: no result"):
+        steps.landing.take(7, deadline_s=0.01)
+    device.copy.resume()
+    found = steps.landing.take(7)
+    assert found.tokens == [700, 710]
+    assert isinstance(found.logprobs, StepLogprobs)
+    assert found.logprobs.chosen_BW.tolist() == [[-87.5], [-88.75]]
+    steps.launch(decode_step(8, (1, 2)))
+    assert steps.landing.take(8).tokens == [800, 810]
+    assert steps.landing.counters.device_to_host_bytes == 4 * (9 * 7 + 2 * (2 + 2))
+    steps.landing.close()
+
+
+def test_an_entry_that_no_kernel_stored_is_refused(device: TwinDevice) -> None:
+    steps = Steps(device, direct=True)
+    steps.launch(decode_step(0, (1, 2)))
+    assert steps.landing.take(0).tokens == [0, 10]
+    ticket = steps.landing.reserve(decode_step(1, (1, 2)))
+    one = torch.ones(2, dtype=torch.int32)
+    steps.device.compute.submit(lambda: steps.ring.append(one[:, None], one, one))  # as torch does, on the device
+    steps.device.compute.record(ticket.ready)
+    steps.landing.submit(ticket)
+    with pytest.raises(ResultError, match="ring entry 1 holds append 0, step 1 is append 1"):
+        steps.landing.take(1)
 
 
 # ---- when ----

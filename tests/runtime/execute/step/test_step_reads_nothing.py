@@ -75,6 +75,8 @@ class MetaDevice:
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=META)
 
+    pinned = zeros
+
 
 class OnTheDevice(DispatchMode):
     """Refuses every operation that takes or makes a tensor of the host."""
