@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from launch.bench.anatomy import WORK, Turn, TurnClock
+from models.kernels.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.device.open_device import open_device
 from runtime.schedule.speculation import Speculation
@@ -30,6 +31,7 @@ PROMPT = 16
 STEPS = 400
 WARM_UP = 40
 BLOCK = 64
+HEAD_DIM_ON_GPU = 64
 
 
 def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 1, layers: int = 1) -> list[Turn]:
@@ -46,9 +48,13 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
         speculation = {"proposer": proposer, "speculation": Speculation(width)}
     opened = open_device(device)
     half = torch.bfloat16 if device != "cpu" else torch.float32
+    kernels = None  # on a GPU such as need no compiler beside what is measured
+    if device != "cpu":
+        kernels = select_kernels(opened.torch_device, half, HEAD_DIM_ON_GPU, "triton")
     with rig(
         device=opened,
         dtype=half,
+        kernels=kernels,
         depth=depth,
         rows=rows,
         blocks=rows * -(-(length + 8 * width) // BLOCK) + 1,
@@ -58,7 +64,7 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
         prefill_burst=1 << 20,
         shape={
             "max_position_embeddings": 1024 * width,
-            "head_dim": 64 if device != "cpu" else 16,
+            "head_dim": HEAD_DIM_ON_GPU if device != "cpu" else 16,
             "num_hidden_layers": layers,
         },
         prefix_caching=False,
