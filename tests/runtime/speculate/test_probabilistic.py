@@ -223,7 +223,8 @@ def test_narrower_windows_beside_chunks_draw_from_what_the_oracle_says(
     how: dict[str, Any] = LIMITS | {"rows": 4, "speculation": rule, "prefill_buckets": buckets}
     life = live(requests, depth=2, proposer=drafter, **how)
     mixed = Counter(plan.width for plan in life.real_plans if plan.kind is StepKind.MIXED)
-    assert min(mixed[width] for width in (2, 4, 6)) > 2
+    assert min(mixed[2], mixed[4]) > 2
+    assert mixed[6] > 0
     assert check_drawn(drafter, requests, life) > 10
     alone = serial(tuple(requests))
     for one in requests:
