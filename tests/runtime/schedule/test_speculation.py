@@ -165,6 +165,11 @@ def test_a_step_as_wide_or_wider_begins_the_count_anew() -> None:
     assert policy.width(1) == 8, "for one row alone it pays"
     assert {policy.width(9) for _ in range(PROBE_EVERY)} == {4}
     assert policy.width(9) == 8
+    policy = narrow_policy([50, 10, 10, 10, 10, 10, 10])
+    assert {policy.width(9) for _ in range(PROBE_EVERY - 1)} == {2}
+    assert policy.width(1) == 8, "wider than the 4 that would be tried"
+    assert {policy.width(9) for _ in range(PROBE_EVERY)} == {2}
+    assert policy.width(9) == 4
     two = narrow_policy([60, 0, 0, 0, 0, 0, 0])
     assert [two.width(9) for _ in range(PROBE_EVERY)] == [2] * PROBE_EVERY
     two.landed(8, 300, [300, 300, 300, 0, 0, 0, 0])
