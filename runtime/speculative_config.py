@@ -69,9 +69,9 @@ class SpeculativeConfig:
     tree_top_k: the likeliest tokens at each place that a path may take.
     disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
-    fewer_speculative_tokens: smaller k, descending, which a step without prompt chunks may have where measured costs
-    and landed rounds say that it gives more tokens/s; each is captured, too. Chains only, and not beside
-    disable_by_batch_size, which is a rule of its own.
+    fewer_speculative_tokens: smaller k, descending, which a step may have where measured costs and landed rounds say
+    that it gives more tokens/s; each is captured, too. Chains only, and not beside disable_by_batch_size, which is a
+    rule of its own.
     mixed_step_percent: of the tokens that a step with prompt chunks may have, so many may be windows' of the rows that
     decode beside them; with 0 these rows have one token each.
 

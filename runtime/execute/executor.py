@@ -87,7 +87,8 @@ class Executor:
         # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
         windows_beside = windows_beside and not (limits.tree and model.cache_layout.has_slot_state)
         if windows_beside:
-            further_roles = (*further_roles, MixedWindowRole)
+            narrower_beside = (partial(MixedWindowRole, width=width) for width in config.narrower)
+            further_roles = (*further_roles, MixedWindowRole, *narrower_beside)
         elif proposer is not None and config.exchanges and config.prefill_buckets:
             # All groups replay steps with chunks together, and here a group with windows could not.
             slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}

@@ -81,7 +81,7 @@ class LaunchSpec(NamedTuple):
     @property
     def shape(self) -> tuple[object, ...]:
         """What steps have in common that take about equally long: the graph that they replay."""
-        return self.label, self.bucket, self.tokens, self.exchange_rows, self.split_keys, self.variant
+        return self.label, self.width, self.bucket, self.tokens, self.exchange_rows, self.split_keys, self.variant
 
     @property
     def tokens(self) -> int:

@@ -4,8 +4,8 @@ Knows: what every role is asked for, and what it is made from. Does not know: an
 step/prefill.py), or when one runs (launch_spec.py decides that).
 
 Roles share the slot tables, the result ring and the device's streams, and nothing that one of them could change under
-another: no graph, row map or buffer belongs to two roles. So alternating between roles captures and allocates nothing,
-and a new role touches no other one's file.
+another: no graph or row map belongs to two roles, and no buffer that outlives a step. So alternating between roles
+captures and allocates nothing, and a new role touches no other one's file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
 
 from models.cache_layout import CacheView
 from models.layers.decoder import Decoder
@@ -26,6 +28,7 @@ from runtime.execute.proposer import Proposer
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.config import StepLimits
@@ -64,6 +67,16 @@ class ExecutorConfig:
     slower: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class BesideChunks:
+    """Memory of windows beside chunks, of as many rows as there may be, as wide as can be: one for roles of all widths,
+    because none of it outlives a step (step/mixed_window.py). Made by the first of them. ``made``: by layer with slot
+    state. ``drafted``: what guesses were drawn from."""
+
+    made: dict[object, Tensor] = field(default_factory=dict)
+    drafted: Drafted | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RoleParts:
     """What a role is made from. ``caches``: a view a layer of ``model``, of what it declares.
@@ -72,6 +85,7 @@ class RoleParts:
     first over a pool without blocks, whose layout tells what blocks and slots will cost. ``proposer``: who guesses the
     tokens of windows, over the same pool; roles show it what they compute (step/proposer_feed.py).
     ``part_range(name)``: a context, for use again and again, around each launch of a step that is several.
+    ``beside_chunks``: of all roles that are made from these parts.
     """
 
     device: Device
@@ -85,6 +99,7 @@ class RoleParts:
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     proposer: Proposer | None = None
     part_range: Callable[[str], AbstractContextManager[object]] = nullcontext
+    beside_chunks: BesideChunks = field(default_factory=BesideChunks)
 
     @property
     def limits(self) -> StepLimits:

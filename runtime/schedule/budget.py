@@ -55,12 +55,15 @@ class TokenBudget:
         room = self._buckets[-1] - decoding if self._buckets else self._most_chunk_tokens
         return min(room, self._most_chunk_tokens)
 
-    def window_room(self, rows: int, kv_tokens: int, row_tokens: int) -> int:
-        """Tokens that a step with chunks beside ``rows`` decode rows may have, of which these may take a share with
-        ``row_tokens`` each; 0 where no bucket would have room for a prompt beside them."""
-        if self._buckets and rows * row_tokens >= self._buckets[-1]:
-            return 0
+    def window_room(self, rows: int, kv_tokens: int) -> int:
+        """Tokens that a step with chunks beside ``rows`` decode rows may have, of which windows may take a share."""
         return self._most_total(rows, rows, kv_tokens)
+
+    @property
+    def most_windows(self) -> int | None:
+        """Tokens that windows beside chunks may have, so that the largest bucket has room for a prompt, too; None
+        without buckets."""
+        return self._buckets[-1] - 1 if self._buckets else None
 
     def _most_total(self, decoding: int, rows: int, kv_tokens: int) -> int:
         total = decoding + self._most_chunk_tokens

@@ -74,7 +74,7 @@ class Planner:
         self._decode_steps = 0
         self._last_width = 1  # of the latest decode step
         self.speculation = (
-            None if config.speculation is None else SpeculationPolicy(config.speculation, config.limits.window)
+            None if config.speculation is None else SpeculationPolicy(config.speculation, config.limits.tree)
         )
 
     def plan(self) -> Planned | None:
@@ -111,8 +111,8 @@ class Planner:
             return self._decode_step()
         kv_tokens = sum([sequence.planned_tokens for sequence in self._rows])
         policy, rows = self.speculation, len(self._rows)
-        room = 0 if policy is None else self._budget.window_room(rows, kv_tokens, policy.row_tokens)
-        width = self._width() if policy is None else policy.mixed_width(rows, room)
+        room, fits = self._budget.window_room(rows, kv_tokens), self._budget.most_windows
+        width = self._width() if policy is None else policy.mixed_width(rows, room, fits)
         row_tokens = self.limits.row_tokens(width)
         tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, self._waiting_tokens(mixed.long_prompt))
         if not scored_before:
@@ -122,7 +122,7 @@ class Planner:
                 return planned
         cut = self._cut_shares(tokens, scored=False, beside=rows * row_tokens)
         if policy is not None and cut[1]:
-            policy.mixed(rows, room)
+            policy.mixed(rows, room, fits)
         return self._mixed_step(width, cut)
 
     def why_void(self) -> str:

@@ -6,16 +6,25 @@ first step. Does not know: clocks, proposers, what a window computes.
 
 A window of W tokens a row takes longer than a step of one token, the more so the more rows there are; it pays where it
 gains more tokens a row than it takes plain steps' time. Gains are those of the last few hundred landed rounds, whose
-weight halves as new ones come. While windows do not pay, one step in ``PROBE_EVERY`` is a window all the same, so that
-other texts are noticed.
+weight halves as new ones come. Where there are narrower windows, too, a step has the width that gains the most tokens
+in a plain step's time.
 
-Where there are narrower windows, too, a step has the width that gains the most tokens in a plain step's time. A round
-tells about narrower ones what it tells about itself: of w tokens it would have gained its first w. Of wider ones it
-tells nothing, so the widest is tried at the same intervals.
+A round tells about narrower windows what it tells about itself: of w tokens it would have gained its first w. Of wider
+ones it tells only that no place is kept more often than the one before it. So the next wider width is tried now and
+then, that other texts are noticed: from 1 the narrowest there is, from any other the one above. That is a probe:
 
-Rows that decode beside prompt chunks follow the same rule, as far as their windows take a share of the step's tokens at
-most: what a window takes there, prompts do not get, and a draft tree takes all of its tokens. Costs are those of steps
-without chunks, which hide less of it.
+  * It comes where the last ``PROBE_EVERY`` steps that could have had that width had less. Any step of that width, or of
+    a wider one, begins the count anew, beside chunks as without.
+  * It is left out where that width could not pay at all: a window of W gains at most what the step's choice of w does,
+    and for each of the W - w places more the share of the last of w. Where the choice is 1 no share is known, and the
+    most is W tokens. One width alone is tried whatever it costs.
+  * Places that were never tried are hoped to be kept as often as the one before them, the first one always. So the
+    first steps are as wide as costs allow.
+
+Rows that decode beside prompt chunks follow the same rule, among the widths whose windows take a share of the step's
+tokens at most, probes included: what windows take there, prompts do not get, and a draft tree takes all of its tokens.
+A width that does not fit is not counted as one that the step could have had. Costs are those of steps without chunks,
+which hide less of it.
 """
 
 from __future__ import annotations
@@ -26,31 +35,32 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-PROBE_EVERY: Final = 64  # decode steps without a window, before one is tried
+PROBE_EVERY: Final = 64  # decode steps of less than a width, before it is tried
 REMEMBERED_ROUNDS: Final = 512  # from so many on, what was gained counts half
 UNIT: Final = 1000  # costs are in thousandths of a plain step
 
 Costs = tuple[tuple[int, int], ...]
+Widths = tuple[tuple[int, Costs], ...]  # W and what it costs, W descending
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Windows of ``width`` tokens a row, 2 or more, in steps that only decode.
+    """Windows of ``width`` tokens a row, 2 or more.
 
     ``most_rows``: with more rows no step is a window, and with as many or fewer each is; 0: none ever is. None: gains
     decide. ``costs``: (decode rows up to, thousandths of a plain step's time that a window takes), rows ascending from
     1 on; the first entry that covers a step's rows counts, and the last one where none does. Without any, every step is
     a window. ``mixed_percent``: of the tokens that a step with chunks may have, so many may be windows'; 0: rows beside
-    chunks have one token each. ``narrower``: (W, costs) of windows with fewer tokens, W descending, which steps without
-    chunks may have where gains decide; each with costs of its own, and ``costs``, too. Data, as MixedSteps is: rank 0
-    measures and shares, the digest holds it. Raises ValueError.
+    chunks have one token each. ``narrower``: (W, costs) of windows with fewer tokens, W descending, which steps may
+    have where gains decide; each with costs of its own, and ``costs``, too. Data, as MixedSteps is: rank 0 measures and
+    shares, the digest holds it. Raises ValueError.
     """
 
     width: int
     most_rows: int | None = None
     costs: Costs = ()
     mixed_percent: int = 0
-    narrower: tuple[tuple[int, Costs], ...] = ()
+    narrower: Widths = ()
 
     def __post_init__(self) -> None:
         if self.width < 2:
@@ -91,29 +101,33 @@ def _flat(costs: Costs) -> list[int]:
 
 class SpeculationPolicy:
     """``width(rows)`` for every decode step that is planned, ``mixed`` for every one with chunks beside its rows,
-    ``landed`` for every window that landed, in order. ``row_tokens``: that a row brings to a window, by default W."""
+    ``landed`` for every window that landed, in order. ``tree``: tokens that a row brings to a window, where these are
+    draft trees; a chain brings W."""
 
-    def __init__(self, config: Speculation, row_tokens: int | None = None) -> None:
+    def __init__(self, config: Speculation, tree: int = 0) -> None:
         self.config = config
-        self.row_tokens = row_tokens or config.width
         self.off: dict[str, int] = {}  # steps of decode rows that were no windows: "batch", "gain", "mixed"
         self.narrowed: dict[int, int] = {}  # steps that were narrower windows, by their guesses
+        self._tree = tree
+        self._widths: Widths = ((config.width, config.costs), *config.narrower)
         # Rounds that are remembered, of those wide enough to gain 2, 3, ... W tokens, and how many did.
         self._tried = [0] * (config.width - 1)
         self._gained = [0] * (config.width - 1)
-        self._since_widest = 0
+        # By W: steps that could have had it since the last one that had as much.
+        self._since = {width: 0 for width, _ in self._widths}
 
     def width(self, rows: int) -> int:
         """W of a decode step of ``rows`` rows: the config's, a narrower one, or 1."""
-        return self._counted(*self._choice(rows))
+        return self._counted(rows, self._widths)
 
-    def mixed_width(self, rows: int, tokens: int) -> int:
-        """W of ``rows`` rows in a step that may have ``tokens`` with its chunks, if it gets any; nothing is counted."""
-        return self._mixed_choice(rows, tokens)[0]
+    def mixed_width(self, rows: int, tokens: int, most: int | None = None) -> int:
+        """W of ``rows`` rows in a step that may have ``tokens`` with its chunks, if it gets any; nothing is counted.
+        ``most``: tokens that windows may have whatever their share is; None: as many as there are."""
+        return self._choice(rows, self._fitting(rows, tokens, most))[0]
 
-    def mixed(self, rows: int, tokens: int) -> None:
-        """That step has chunks."""
-        self._counted(*self._mixed_choice(rows, tokens))
+    def mixed(self, rows: int, tokens: int, most: int | None = None) -> None:
+        """That step has chunks. To be told before anything lands or is counted, so that its W is the one above."""
+        self._counted(rows, self._fitting(rows, tokens, most))
 
     def landed(self, width: int, rounds: int, kept: Sequence[int]) -> None:
         """``rounds`` live rows had a window of ``width``; ``kept[i]`` of them kept more than i guesses. Ghosts and
@@ -128,40 +142,69 @@ class SpeculationPolicy:
                 tried[place], gained[place] = tried[place] // 2, gained[place] // 2
 
     def tokens(self, width: int) -> int:
-        """That a row of a window of ``width`` is expected to gain, in thousandths; before any landed that could have
-        gained so many, it is hoped that it would."""
-        places = zip(self._tried[: width - 1], self._gained, strict=False)
-        return UNIT + sum(UNIT * gained // tried if tried else UNIT for tried, gained in places)
+        """That a row of a window of ``width`` is expected to gain, in thousandths."""
+        return self._expected(width)[0]
 
-    def _choice(self, rows: int) -> tuple[int, str]:
-        """W of a step of so many rows, and why it is no window; empty where it is one."""
+    def _expected(self, width: int) -> tuple[int, int]:
+        """These tokens, and the share of rounds that gain the last of them.
+
+        No place is kept more often than the one before it: what wider windows showed long ago may say so, and of places
+        that none showed this is what is hoped.
+        """
+        tokens = share = UNIT
+        for tried, gained in zip(self._tried[: width - 1], self._gained, strict=False):
+            if tried:
+                share = min(share, UNIT * gained // tried)
+            tokens += share
+        return tokens, share
+
+    def _fitting(self, rows: int, tokens: int, most: int | None) -> Widths:
+        """Those whose windows take their share of ``tokens`` at most."""
+
+        def fits(width: int) -> bool:
+            taken = rows * (self._tree or width)
+            return 100 * taken <= self.config.mixed_percent * tokens and (most is None or taken <= most)
+
+        return tuple(entry for entry in self._widths if fits(entry[0]))
+
+    def _choice(self, rows: int, widths: Widths) -> tuple[int, str]:
+        """W of a step of so many rows, of ``widths`` or 1, and why it is no window; empty where it is one."""
         config = self.config
+        if not widths:
+            return 1, "mixed"
         if config.most_rows is not None:
             return (config.width, "") if rows <= config.most_rows else (1, "batch")
-        if not config.costs or self._since_widest >= PROBE_EVERY:
+        if not config.costs:
             return config.width, ""
         best, tokens, cost = 1, UNIT, UNIT
-        for width, costs in ((config.width, config.costs), *config.narrower):
+        for width, costs in widths:
             its_tokens, its_cost = self.tokens(width), cost_of(costs, rows)
             if its_tokens * cost > tokens * its_cost:
                 best, tokens, cost = width, its_tokens, its_cost
+        for width, costs in [entry for entry in widths if entry[0] > best][-1:]:
+            if self._since[width] >= PROBE_EVERY and self._could_pay(best, cost, width, cost_of(costs, rows)):
+                return width, ""
         return best, "gain" if best == 1 else ""
 
-    def _mixed_choice(self, rows: int, tokens: int) -> tuple[int, str]:
-        """The same beside chunks, where windows have the config's width or none."""
-        if 100 * rows * self.row_tokens > self.config.mixed_percent * tokens:
-            return 1, "mixed"
-        width, why_not = self._choice(rows)
-        return (width, why_not) if width == self.config.width else (1, why_not or "gain")
+    def _could_pay(self, width: int, cost: int, wider: int, wider_cost: int) -> bool:
+        """Whether so much of ``wider`` may be kept that it gives more than ``width``, the best by what is known."""
+        if not self.config.narrower:
+            return True
+        tokens, share = self._expected(width)
+        most = tokens + (wider - width) * share  # of 1 the share is UNIT: nothing is known
+        return most * cost > tokens * wider_cost
 
-    def _counted(self, width: int, why_not: str) -> int:
-        """W of the step."""
+    def _counted(self, rows: int, widths: Widths) -> int:
+        """W of the step, which may have ``widths``."""
+        chosen, why_not = self._choice(rows, widths)
         if why_not:
             self.off[why_not] = self.off.get(why_not, 0) + 1
-        if width == self.config.width:
-            self._since_widest = 0
-        elif not why_not or why_not == "gain":
-            self._since_widest += 1
-        if 1 < width < self.config.width:
-            self.narrowed[width - 1] = self.narrowed.get(width - 1, 0) + 1
-        return width
+        for width in self._since:
+            if width <= chosen:
+                self._since[width] = 0
+        for width, _ in widths:
+            if width > chosen:
+                self._since[width] += 1
+        if 1 < chosen < self.config.width:
+            self.narrowed[chosen - 1] = self.narrowed.get(chosen - 1, 0) + 1
+        return chosen

@@ -17,6 +17,9 @@ Kernels of such layers take all rows of a step as trees, or none: over them tree
 
 What guesses were drawn from is kept by row, not by slot: rows that decode come first in the launch that draws and in
 the tail. It takes as much as the window's logits do: a number for each draft id, guess and row.
+
+There may be roles of several widths. Each has tables and graphs of its own. What layers made, and what guesses were
+drawn from, lies in memory that they share: it is written and read within one step.
 """
 
 from __future__ import annotations
@@ -44,32 +47,34 @@ from runtime.schedule.plan import PADDING_SLOT
 
 
 class MixedWindowRole(PrefillRole):
-    """Serves plans with chunks beside rows of the limits' width.
+    """Serves plans with chunks beside rows of ``width``, of the limits' where none is given: trees are of that width.
 
     ValueError where the model's state cannot leave out tokens, or has any where windows are trees.
     """
 
     proposes = True
 
-    def __init__(self, parts: RoleParts) -> None:
+    def __init__(self, parts: RoleParts, width: int | None = None) -> None:
         limits = parts.limits
+        self.width = width or limits.width
+        tree = limits.tree if self.width == limits.width else 0
         if parts.proposer is None or parts.model.irrevocable:
             raise ValueError("windows beside chunks need a proposer, and state that can leave out tokens")
-        if limits.tree and parts.has_slot_state:
+        if tree and parts.has_slot_state:
             raise ValueError("trees beside chunks need a model without state in slots")
-        self.name = f"mixed tree of {limits.tree}" if limits.tree else f"mixed window of {limits.width}"
-        self.width, self.row_tokens = limits.width, limits.window
+        self.name = f"mixed tree of {tree}" if tree else f"mixed window of {self.width}"
+        self.row_tokens = tree or self.width
         self._proposer = parts.proposer
         # By slot, of those that decode, from the proposal of a step to its tail.
         slots, device = parts.tables.slots, parts.device
-        self._guesses_SQ = device.zeros(slots, limits.window - 1, dtype=torch.int64)
+        self._guesses_SQ = device.zeros(slots, self.row_tokens - 1, dtype=torch.int64)
         self._kept_S = device.zeros(slots, dtype=torch.int32)  # guesses to be kept whatever is drawn, if scripted
         self._scripted = False
         self._tree: DraftTree | None = None  # of the guesses, where they are none of chains
         self._mover: EntryMover | None = None
-        if limits.tree:
-            parents_SN, depth_SN = (device.zeros(slots, limits.tree, dtype=torch.int64) for _ in range(2))
-            self._tree = DraftTree(parents_SN, depth_SN, device.zeros(slots, limits.tree, dtype=torch.int32))
+        if tree:
+            parents_SN, depth_SN = (device.zeros(slots, tree, dtype=torch.int64) for _ in range(2))
+            self._tree = DraftTree(parents_SN, depth_SN, device.zeros(slots, tree, dtype=torch.int32))
             self._mover = EntryMover.of_paged(parts.caches)
         self._drafted: Drafted | None = None  # what guesses were drawn from, by row
         # By layer with slot state: [rows * W, X], those of row i from i * W on.
@@ -87,13 +92,19 @@ class MixedWindowRole(PrefillRole):
         super().warm_up()
 
     def _make_memory(self) -> None:
-        """Not when the role is made: a rehearsal is what the role's memory is measured by."""
-        parts, tokens = self._parts, self._parts.staging.max_rows * self.width
+        """Not when the role is made: a rehearsal is what memory is measured by, of all roles the one with the most. So
+        what is large is made for the widest windows by whichever role comes first, and the others use part of it."""
+        parts, rows = self._parts, self._parts.staging.max_rows
+        shared, device = parts.beside_chunks, parts.device
         for mixer in parts.model.slot_mixers.values():
-            if mixer not in self._made:
-                self._made[mixer] = parts.device.zeros(tokens, mixer.made_size, dtype=parts.model.dtype)
-        if self._drafted is None and isinstance(self._proposer, DrawingProposer):
-            self._drafted = self._proposer.room(parts.staging.max_rows, self.row_tokens - 1)
+            if mixer not in shared.made:
+                most = rows * parts.limits.width
+                shared.made[mixer] = device.zeros(most, mixer.made_size, dtype=parts.model.dtype)
+            self._made[mixer] = shared.made[mixer][: rows * self.width]
+        if isinstance(self._proposer, DrawingProposer):
+            if shared.drafted is None:
+                shared.drafted = self._proposer.room(rows, parts.limits.window - 1)
+            self._drafted = _of_fewer(shared.drafted, self.row_tokens - 1)
 
     def _rehearse_tails(self) -> None:
         """Of as many rows as there may be, over padding: beside what their guesses were drawn from there must be room
@@ -209,3 +220,12 @@ class MixedWindowRole(PrefillRole):
         for number, mixer in self._parts.model.slot_mixers.items():
             made_XX = self._made[mixer][: len(positions_X)]
             mixer.advance(made_XX, rows, positions_X, cast(StateBanks, self._parts.caches[number]))
+
+
+def _of_fewer(drafted: Drafted, guesses: int) -> Drafted:
+    """The beginning of the same memory, of so many guesses a row."""
+    rows, _, ids = drafted.probs_BQD.shape
+    probs_BQD = drafted.probs_BQD.view(-1)[: rows * guesses * ids].view(rows, guesses, ids)
+    return drafted._replace(
+        probs_BQD=probs_BQD, index_BQ=drafted.index_BQ.view(-1)[: rows * guesses].view(rows, guesses)
+    )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from models.inputs import StateRows, Undecided
@@ -40,7 +41,7 @@ from tests.runtime.engine.lives import Life, live, prompt, unbroken
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_speculation import repeating, speculating
+from tests.runtime.engine.test_speculation import NARROWER, repeating, speculating
 from tests.runtime.engine.test_trees import trees
 
 BUCKETS = (16, 24, 40, 56, 72, 96)
@@ -182,6 +183,72 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         (StepKind.MIXED, 4): {3},
     }
     assert life.counters["speculation_off{mixed}"] > 0
+
+
+# ---- of several widths ----
+
+
+def narrower(*, depth: int, **limits: Any) -> Life:
+    """Windows of 8 tokens for one row, of 4 for two or three, of 2 for more, beside long prompts in short chunks."""
+    rows = repeating(4, logprobs=2, max_tokens=70)
+    prompts = [request(20 + 5 * i, prompt(45 + i, i), n=1 + i % 2, max_tokens=7, stops=()) for i in range(4)]
+    later = {3: prompts[:1], 10: [rows[1], prompts[1]], 18: [rows[2], prompts[2]], 24: [rows[3], prompts[3]]}
+    every = [*rows, *prompts]
+    policy = NARROWER | {"costs": ((1, 700), (2, 4000), (8, 7900))}
+    how: dict[str, Any] = {"rows": 6, "max_prefill_tokens": 10, "policy": policy} | limits
+    return speculating(rows[:1], 8, every=every, later=later, depth=depth, **how)
+
+
+@pytest.mark.parametrize(("depth", "buckets"), [(0, ()), (2, BUCKETS), (3, ()), (3, (16, 48, 96))], ids=str)
+def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, buckets: tuple[int, ...]) -> None:
+    life = narrower(depth=depth, prefill_buckets=buckets)
+    assert min(widths(life)[width] for width in (2, 4, 8)) > 2
+    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.width > 1]
+    assert {(spec.role, spec.width) for spec in mixed} == {(f"mixed window of {width}", width) for width in (2, 4, 8)}
+    assert any(spec.padded_tokens for spec in mixed) is bool(buckets)
+    assert life.counters["forks"] > 0
+    assert life.counters["spec_num_accepted_tokens"] > 20
+    finished = life.finished.values()
+    assert sum(one.rounds for one in finished) == life.counters["spec_num_drafts"]
+    assert sum(one.accepted for one in finished) == life.counters["spec_num_accepted_tokens"]
+    if depth:
+        unbroken(life)
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "buckets"), [("qwen3.5", 2, BUCKETS), ("qwen3.5", 0, ()), ("nemotron-h", 3, BUCKETS)]
+)
+def test_recurrent_layers_take_in_what_is_kept_of_narrower_windows(
+    family: str, depth: int, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_model(family, monkeypatch)
+    life = narrower(depth=depth, prefill_buckets=buckets)
+    assert min(widths(life)[width] for width in (2, 4, 8)) > 2
+
+
+@pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["kernels", "graphs"])
+def test_two_ranks_give_what_one_gives_with_narrower_windows(buckets: tuple[int, ...]) -> None:
+    several = narrower(depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=buckets)
+    assert min(widths(several)[width] for width in (2, 4, 8)) > 2
+    assert several.rounds == narrower(depth=2, prefill_buckets=buckets).rounds
+
+
+def test_roles_of_all_widths_have_what_a_step_may_choose() -> None:
+    """Graphs for each number of tokens in which a row has room, tables of their own; and one memory for what does not
+    outlive a step."""
+    keys = {"method": "synthetic", "num_speculative_tokens": 7, "synthetic_acceptance_length": 2.0}
+    how: dict[str, Any] = {"proposer": proposer_for(speculative_config(keys)), "shape": FAMILIES["qwen3.5"]}
+    rule = Speculation(8, mixed_percent=100, **NARROWER)
+    with rig(speculation=rule, prefill_buckets=(2, 4, 7, 16, 40), **how) as engine:
+        roles = [role for role in engine.executor._roles.values() if isinstance(role, MixedWindowRole)]
+        assert [(role.name, role.width) for role in roles] == [(f"mixed window of {w}", w) for w in (8, 4, 2)]
+        for role in roles:
+            assert role.graphs.buckets == tuple(size for size in (2, 4, 7, 16, 40) if size >= role.width)
+            assert role._guesses_SQ.shape[1] == role.width - 1
+            assert {len(made) for made in role._made.values()} == {engine.executor.staging.max_rows * role.width}
+        for places in zip(*(role._made.values() for role in roles), strict=True):
+            assert len({made.data_ptr() for made in places}) == 1
+        assert len({role._guesses_SQ.data_ptr() for role in roles}) == len(roles)
 
 
 # ---- trees ----
@@ -373,6 +440,47 @@ def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -
     assert most_of_chunks() == 1
     monkeypatch.setattr(mixed_window, "Proposed", lambda tokens_BQ, **_: Proposed(tokens_BQ))
     assert most_of_chunks() == 4
+
+
+class GuessesOfTheWidest(MixedWindowRole):
+    """Narrower roles propose into their own tables, and read others'."""
+
+    def __init__(self, parts: RoleParts, width: int | None = None) -> None:
+        super().__init__(parts, width)
+        self._others_SQ = torch.zeros_like(self._guesses_SQ)
+
+    def gather(self, chunks: Chunks) -> Packed:
+        guesses_SQ = self._guesses_SQ if self.width == self._parts.limits.width else self._others_SQ
+        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size, guesses_SQ)
+
+
+class MadeAPlaceOn(MixedWindowRole):
+    """What layers made of narrower windows lies a token further on."""
+
+    def keep(self, undecided: Undecided) -> None:
+        by = int(self.width < self._parts.limits.width)
+        super().keep(replace(undecided, made_TX=undecided.made_TX.roll(by, 0)))
+
+
+class DrawsAlike(MixedWindowRole):
+    """All draws of a narrower window are behind its first token."""
+
+    def drawing(self, chunks: Chunks) -> Tensor:
+        at_X = super().drawing(chunks)
+        if self.width == self._parts.limits.width:
+            return at_X
+        return at_X.view(-1, self.width)[:, :1].expand(-1, self.width).reshape(-1)
+
+
+@pytest.mark.parametrize(("mutant", "family"), [(GuessesOfTheWidest, ""), (DrawsAlike, ""), (MadeAPlaceOn, "qwen3.5")])
+def test_a_wrong_narrower_window_is_seen_in_the_text(
+    mutant: type[MixedWindowRole], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    if family:
+        over_model(family, monkeypatch)
+    with pytest.raises(AssertionError, match="request"):
+        narrower(depth=2)
 
 
 # ---- where there are none ----

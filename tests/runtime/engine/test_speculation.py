@@ -485,26 +485,34 @@ def test_steps_have_the_width_that_pays_and_answers_stay(depth: int) -> None:
         unbroken(life)
 
 
-@pytest.mark.parametrize("seed", [5100, 5101, 5102])
+@pytest.mark.parametrize("seed", [5100, 5101, 5103])
 def test_narrower_windows_live_beside_everything_else(seed: int) -> None:
-    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, windows beside chunks."""
+    """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, and chunks beside which
+    windows of all widths are."""
     life = random_life(seed).with_windows(2, 60)
+    policy = NARROWER | {"mixed_percent": 60}
     more: dict[str, Any] = {"but": life.cut, "every": life.requests, "later": life.later, "act": life.act}
-    ran = speculating(life.first, 8, depth=2, policy=NARROWER, **more, **life.limits)
+    ran = speculating(life.first, 8, depth=2, policy=policy, **more, **life.limits)
     assert ran.counters["spec_num_drafts"] > 0
     assert any(name.startswith("speculation_narrowed") for name in ran.counters)
+    assert any(plan.kind is StepKind.MIXED and 1 < plan.width < 8 for plan in ran.real_plans)
 
 
 def test_ranks_agree_on_the_width() -> None:
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=15 + 12 * r.request_id)) for r in repeating(4)]
+    later = {6: [request(9, prompt(60, 9), max_tokens=9, stops=())]}
 
     def over(**limits: Any) -> Any:
         return tensor_rig(2, **limits)
 
-    how: dict[str, Any] = {"proposer": ngram(8), "speculation": Speculation(8, **NARROWER), "shape": FOUR_HEADS}
-    one = live(requests, depth=2, **ROOM, **how)
-    two = live(requests, depth=2, over=over, **ROOM, **how)
-    same(one, live(requests, depth=0, shape=FOUR_HEADS, **ROOM))
+    rule = Speculation(8, mixed_percent=60, **NARROWER)
+    how: dict[str, Any] = {"proposer": ngram(8), "speculation": rule, "shape": FOUR_HEADS, "max_prefill_tokens": 12}
+    one = live(requests, depth=2, later=later, **ROOM, **how)
+    two = live(requests, depth=2, later=later, over=over, **ROOM, **how)
+    same(one, live([*requests, *later[6]], depth=0, shape=FOUR_HEADS, **ROOM))
     same(two, one)
     assert two.rounds == one.rounds
-    assert two.counters["speculation_narrowed{3}"] == one.counters["speculation_narrowed{3}"] > 0
+    for k in (1, 3):
+        name = f"speculation_narrowed{{{k}}}"
+        assert two.counters[name] == one.counters[name] > 0
+    assert any(plan.kind is StepKind.MIXED and 1 < plan.width < 8 for plan in two.real_plans)

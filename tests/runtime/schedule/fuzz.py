@@ -135,6 +135,8 @@ def make_trace(seed: int) -> Trace:
             config = config_with(config, tree=min(max(widths) + 3, 33), blocks=config.blocks + 4)
     if seed % 3 == 1:  # a model with recurrent state; other seeds give what they always gave
         config = replace(config, snapshots=draw_snapshots(draw))
+    if seed % 5 > 2 and config.mixed is not None and max(widths) > 3:  # windows of several widths beside chunks
+        config = config_with(replace(config, speculation=draw_several(draw, max(widths))), tree=0)
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
 
 
@@ -153,6 +155,15 @@ def draw_policy(draw: random.Random, width: int) -> Speculation:
     of_two = Speculation(width, None, costs, narrower=((width // 2, half),)) if width > 3 and costs[0][1] % 2 else None
     where_they_pay = of_two or Speculation(width, None, costs)
     return draw.choice((Speculation(width), Speculation(width, draw.randrange(5)), where_they_pay))
+
+
+def draw_several(draw: random.Random, width: int) -> Speculation:
+    """Windows of up to four widths where they pay, which they do as often as not, and of half of a step's tokens or all
+    beside chunks."""
+    widths = [width, *sorted(draw.sample(range(2, width), draw.choice((1, 2, min(3, width - 2)))), reverse=True)]
+    tables = [tuple((rows, draw.randrange(300 * w, 600 * w)) for rows in (1, 3)) for w in widths]
+    narrower = tuple(zip(widths[1:], tables[1:], strict=True))
+    return Speculation(width, None, tables[0], draw.choice((50, 100)), narrower)
 
 
 def _with_answers(

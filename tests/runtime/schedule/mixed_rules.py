@@ -128,8 +128,8 @@ class MixedRules:
         elif planner.speculation is None:  # of rows beside chunks, if there were any
             width = planner._width()
         else:
-            width = planner.speculation.mixed_width(len(rows), self._window_room(rows))
-        decoding = len(rows) * (config.limits.window if planner.speculation and width > 1 else width)
+            width = planner.speculation.mixed_width(len(rows), self._window_room(rows), self._most_windows)
+        decoding = len(rows) * config.limits.row_tokens(width)
         budget = decoding + config.limits.max_prefill_tokens
         budget = min(budget, self._tabled(rows, budget))
         totals_there_are: Sequence[int] = mixed.buckets or range(1, budget + decoding + 2)
@@ -154,21 +154,24 @@ class MixedRules:
         return totals[covering(totals, kv_tokens)]
 
     def _window_room(self, rows: list[SequenceState]) -> int:
-        """Tokens of which windows may take their share; none where no captured step has room for a prompt, too."""
-        policy = self._scheduler.config.speculation
-        assert policy is not None
-        if self._mixed.buckets and len(rows) * self._scheduler.config.limits.window >= max(self._mixed.buckets):
-            return 0
+        """Tokens of which windows may take their share."""
         most = len(rows) + self._scheduler.config.limits.max_prefill_tokens
         return min(most, self._tabled(rows, most))
+
+    @property
+    def _most_windows(self) -> int | None:
+        """That windows may have, so that the largest captured step has room for a prompt, too."""
+        return max(self._mixed.buckets) - 1 if self._mixed.buckets else None
 
     def _check_window(self, plan: StepPlan, rows: list[SequenceState]) -> None:
         """A window beside chunks takes its share of the step's tokens at most, and has no more rows than any window."""
         policy = self._scheduler.config.speculation
         if policy is None or plan.kind is not StepKind.MIXED or plan.width == 1:
             return
+        taken, most = len(rows) * plan.row_tokens, self._most_windows
         share = policy.mixed_percent * self._window_room(rows)
-        if 100 * len(rows) * plan.row_tokens > share or (policy.most_rows is not None and len(rows) > policy.most_rows):
+        too_many = policy.most_rows is not None and len(rows) > policy.most_rows
+        if 100 * taken > share or (most is not None and taken > most) or too_many:
             raise BrokenRule(
                 f"step {plan.step} has {len(rows)} rows of {plan.row_tokens} tokens beside chunks: {policy}"
             )

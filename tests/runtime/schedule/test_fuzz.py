@@ -130,6 +130,12 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
             return super().reserve(sequence)
 
     class Counting(Scheduler):
+        def plan(self) -> StepPlan | None:
+            plan, rule = super().plan(), self.config.speculation
+            if plan is not None and rule is not None and plan.kind is StepKind.MIXED:
+                seen["narrower beside chunks"] += 1 < plan.width < rule.width
+            return plan
+
         def land(self, step: int, result: StepResult | None) -> StepOutput:
             names = (*NAMES, *OF_SNAPSHOTS, "distrusted")
             seen.update(name for name in names if getattr(self.counters, name) > 0)
@@ -148,6 +154,7 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen["found later"] > 5
     assert seen["early"] > 5
     assert seen["waves"] > 5
+    assert seen["narrower beside chunks"] > 20
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
     assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 

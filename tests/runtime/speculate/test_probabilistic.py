@@ -212,6 +212,26 @@ def test_a_round_beside_chunks_is_the_round_without(
     check_beside(DrawnDrafter(kind, tmp_path, ids=ids), depth=depth, prefill_buckets=buckets)
 
 
+@pytest.mark.parametrize("buckets", [(), (8, 16, 28)], ids=["kernels", "graphs"])
+def test_narrower_windows_beside_chunks_draw_from_what_the_oracle_says(
+    buckets: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of three widths, whose distributions lie in one memory; greedy requests have the tokens without speculation."""
+    drafter, requests = DrawnDrafter("mtp", tmp_path), guests(8)
+    narrower = (4, ((1, 900), (2, 1000), (9, 3900))), (2, ((9, 1000),))
+    rule = Speculation(6, costs=((1, 500), (9, 5900)), mixed_percent=100, narrower=narrower)
+    how: dict[str, Any] = LIMITS | {"rows": 4, "speculation": rule, "prefill_buckets": buckets}
+    life = live(requests, depth=2, proposer=drafter, **how)
+    mixed = Counter(plan.width for plan in life.real_plans if plan.kind is StepKind.MIXED)
+    assert min(mixed[2], mixed[4]) > 2
+    assert mixed[6] > 0
+    assert check_drawn(drafter, requests, life) > 10
+    alone = serial(tuple(requests))
+    for one in requests:
+        assert (life.answers[one.request_id] == alone.answers[one.request_id]) >= one.sampling.greedy
+    assert life.counters["spec_num_accepted_tokens"] > 5
+
+
 class GreedyBeside(MixedWindowRole):
     """Beside chunks the likeliest tokens are guessed."""
 
