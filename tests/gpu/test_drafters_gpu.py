@@ -7,6 +7,7 @@ In float32 they keep as many guesses as on a CPU, but for near-ties; in bfloat16
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from models.kernels.nvidia import NvidiaKernels
 from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.engine import Engine
+from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.config import MixedSteps
@@ -148,7 +150,7 @@ def test_a_round_is_one_captured_launch_without_a_sync(method: str) -> None:
 
 SEVERAL = Speculation(  # 8 tokens for one or two rows, 4 for three or four, 2 for more
     8,
-    costs=((2, 1000), (16, 7900)),
+    costs=((2, 900), (16, 7900)),
     narrower=((4, ((2, 990), (4, 1000), (16, 7900))), (2, ((4, 1990), (16, 900)))),
 )
 
@@ -164,6 +166,36 @@ def test_windows_of_several_widths_give_the_golden_tokens(depth: int) -> None:
     assert counters["speculation_narrowed{1}"] > 0 < counters["speculation_narrowed{3}"]
     assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0
     assert sum(one.rounds for one in finished.values()) == counters["spec_num_drafts"]
+    if depth:
+        assert counters["chain_breaks{start}"] == 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_windows_of_several_widths_beside_chunks_give_the_golden_tokens(depth: int) -> None:
+    """A prompt comes every third turn, so that chunks have few rows and many beside them."""
+    several = replace(SEVERAL, mixed_percent=100)
+    how: dict[str, Any] = {"widths": (1,), "mixed": MixedSteps((128, 256, 512)), "prefill_buckets": (128, 256, 512)}
+    requests, beside = asked(), Counter[int]()
+    with rig_of("dflash", torch.float32, depth=depth, speculation=several, **how) as engine:
+        launch = engine.executor.launch
+
+        def launched(spec: LaunchSpec) -> None:
+            if spec.guessing:
+                beside[spec.width] += 1
+            launch(spec)
+
+        def arrive(engine: Engine, turn: int) -> None:
+            if turn and turn % 3 == 0 and turn // 3 < len(requests):
+                engine.add(requests[turn // 3])
+
+        engine.executor.launch = launched
+        finished = run(engine, requests[:1], arrive)
+        del vars(engine.executor)["launch"]
+        engine.stop()
+        counters = dict(engine.counters)
+    assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+    assert set(beside) == {2, 4, 8}, beside
+    assert counters["graph_captures_after_warmup"] == counters["device_allocs_after_warmup"] == 0
     if depth:
         assert counters["chain_breaks{start}"] == 1
 
