@@ -275,7 +275,7 @@ def _executor_config(
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
         mixed_windows=_windows_beside(config),
-        narrower=() if config.speculation is None else config.speculation.narrower,
+        narrower=config.narrower,
         snapshots=config.num_snapshots if config.prefix_caching else 0,
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
     )

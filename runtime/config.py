@@ -241,6 +241,17 @@ class EngineConfig:
         """W: the most tokens that a row may gain in a step."""
         return 1 if self.speculation is None else self.speculation.width
 
+    @property
+    def narrower(self) -> tuple[int, ...]:
+        """W of windows with fewer tokens, descending. Nothing is measured on a CPU, and groups have one width: there
+        only those asked for."""
+        if self.speculation is None:
+            return ()
+        unasked = self.speculation.fewer_speculative_tokens is None
+        if unasked and (self.device == "cpu" or self.data_parallel > 1):
+            return ()
+        return tuple(fewer + 1 for fewer in self.speculation.fewer)
+
     def _check_together(self) -> None:
         buckets = self.decode_buckets
         if any(low >= high for low, high in zip((0, *buckets), buckets, strict=False)):

@@ -35,6 +35,7 @@ BRANCHING: Final = ("mtp", "dflash", "eagle3", "synthetic")  # methods whose gue
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
 DEFAULT_MIXED_STEP_PERCENT: Final = 25
+LEAST_AUTOMATIC_WIDTH: Final = 4  # below it a window costs less by so little that no start should capture it unasked
 
 
 class SpeculativeConfigError(ValueError):
@@ -71,7 +72,8 @@ class SpeculativeConfig:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
     fewer_speculative_tokens: smaller k, descending, which a step may have where measured costs and landed rounds say
     that it gives more tokens/s; each is captured, too. Chains only, and not beside disable_by_batch_size, which is a
-    rule of its own.
+    rule of its own. None: where windows are chains of 8 tokens or more, without that rule, the k of W // 2 and W // 4
+    tokens (``fewer``); a start without a GPU, and data-parallel groups, have none then.
     mixed_step_percent: of the tokens that a step with prompt chunks may have, so many may be windows' of the rows that
     decode beside them; with 0 these rows have one token each.
 
@@ -91,7 +93,7 @@ class SpeculativeConfig:
     tree_size: int | None = None
     tree_top_k: int | None = None
     disable_by_batch_size: int | None = None
-    fewer_speculative_tokens: tuple[int, ...] = ()
+    fewer_speculative_tokens: tuple[int, ...] | None = None
     mixed_step_percent: int = DEFAULT_MIXED_STEP_PERCENT
 
     def __post_init__(self) -> None:
@@ -151,6 +153,8 @@ class SpeculativeConfig:
 
     def _fill_fewer(self) -> None:
         fewer, k = self.fewer_speculative_tokens, self.num_speculative_tokens
+        if fewer is None:
+            return
         listed = list(fewer) if isinstance(fewer, list | tuple) else None
         whole = [one for one in listed or () if isinstance(one, int) and not isinstance(one, bool) and 0 < one < k]
         if listed is None or whole != listed or whole != sorted(set(whole), reverse=True):
@@ -314,9 +318,14 @@ class SpeculativeConfig:
         return self.num_speculative_tokens + 1
 
     @property
-    def narrower(self) -> tuple[int, ...]:
-        """W of the windows with fewer proposals."""
-        return tuple(fewer + 1 for fewer in self.fewer_speculative_tokens)
+    def fewer(self) -> tuple[int, ...]:
+        """Smaller k, descending: those asked for, else of W // 2 and W // 4 tokens, 4 at least, where a step may have
+        several."""
+        if self.fewer_speculative_tokens is not None:
+            return self.fewer_speculative_tokens
+        if self.tree_size is not None or self.disable_by_batch_size is not None:
+            return ()
+        return tuple(w - 1 for w in (self.width // 2, self.width // 4) if w >= LEAST_AUTOMATIC_WIDTH)
 
     @property
     def label(self) -> str:

@@ -42,7 +42,7 @@ def speculation(
     percent = config.speculation.mixed_step_percent if executor.mixes_windows else 0
     if config.device == "cpu" or most_rows is not None:
         return Speculation(width, most_rows, mixed_percent=percent)
-    narrower = config.speculation.narrower
+    narrower = config.narrower
     costs = {w: _costs(config, executor, schedule, share, w) for w in (width, *narrower)}
     if not costs[width]:  # no rows fit, of any width: every step is a window, as wide as can be
         return Speculation(width, mixed_percent=percent)

@@ -100,7 +100,7 @@ def rounds_between(
         tuple(grown(f"spec_accepted_per_position{{{place}}}") for place in range(k)),
         tuple(grown(f"spec_compared_per_position{{{place}}}") for place in range(k)),
         {name: count for name, count in off.items() if count},
-        {str(fewer): count for fewer in config.speculation.fewer_speculative_tokens if (count := narrowed(fewer))},
+        {str(width - 1): count for width in config.narrower if (count := narrowed(width - 1))},
     )
 
 

@@ -110,6 +110,21 @@ def test_groups_share_whole_experts() -> None:
         EngineConfig(model="m", device="cpu", data_parallel=2, speculative_config=fewer)
 
 
+def test_smaller_windows_come_unasked_where_they_are_measured() -> None:
+    keys: dict[str, object] = {"method": "ngram", "num_speculative_tokens": 15}
+
+    def narrower(device: str, groups: int = 1, **more: object) -> tuple[int, ...]:
+        made = EngineConfig(model="m", device=device, data_parallel=groups, speculative_config=keys | more)  # type: ignore[arg-type]
+        return made.narrower
+
+    assert EngineConfig(model="m", device="cuda").narrower == ()
+    assert narrower("cuda") == (8, 4)
+    assert narrower("cpu") == narrower("cuda", 2) == ()
+    assert narrower("cpu", fewer_speculative_tokens=[5]) == narrower("cuda", fewer_speculative_tokens=[5]) == (6,)
+    assert narrower("cuda", fewer_speculative_tokens=[]) == narrower("cuda", disable_by_batch_size=4) == ()
+    assert narrower("cuda", 2, fewer_speculative_tokens=[]) == ()
+
+
 def _few_slots(rows: int) -> int:
     config = EngineConfig(model="m", device="cpu", max_num_seqs=rows)
     return config.with_few_slots(config.step_limits(512, 4)).slots
