@@ -336,7 +336,7 @@ class SpeculativeConfig:
     def __str__(self) -> str:
         """As one could type it."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps({name: value for name, value in given.items() if value is not None and value != ()})
+        return json.dumps({name: value for name, value in given.items() if value is not None})
 
 
 def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

@@ -6,18 +6,19 @@ first step. Does not know: clocks, proposers, what a window computes.
 
 A window of W tokens a row takes longer than a step of one token, the more so the more rows there are; it pays where it
 gains more tokens a row than it takes plain steps' time. Gains are those of the last few hundred landed rounds, whose
-weight halves as new ones come. Where there are narrower windows, too, a step has the width that gains the most tokens
-in a plain step's time.
+weight halves as new ones come, of all places together. Where there are narrower windows, too, a step has the width that
+gains the most tokens in a plain step's time.
 
 A round tells about narrower windows what it tells about itself: of w tokens it would have gained its first w. Of wider
-ones it tells only that no place is kept more often than the one before it. So the next wider width is tried now and
-then, that other texts are noticed: from 1 the narrowest there is, from any other the one above. That is a probe:
+ones it tells only that no place is kept more often than the one before it. So a wider width is tried now and then, that
+other texts are noticed: from 1 the narrowest there is, from any other the narrowest that could pay. That is a probe:
 
   * It comes where the last ``PROBE_EVERY`` steps that could have had that width had less. Any step of that width, or of
     a wider one, begins the count anew, beside chunks as without.
-  * It is left out where that width could not pay at all: a window of W gains at most what the step's choice of w does,
-    and for each of the W - w places more the share of the last of w. Where the choice is 1 no share is known, and the
-    most is W tokens. One width alone is tried whatever it costs.
+  * A width is passed over that could not pay at all: a window of W gains at most what the step's choice of w does,
+    and for each of the W - w places more the share of the last of w. Where a width between the two was tried in the
+    last ``PROBE_EVERY`` steps, its tokens and its last place count instead. Where the choice is 1 no share is known,
+    and the most is W tokens. One width alone is tried whatever it costs.
   * Places that were never tried are hoped to be kept as often as the one before them, the first one always. So the
     first steps are as wide as costs allow.
 
@@ -35,8 +36,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-PROBE_EVERY: Final = 64  # decode steps of less than a width, before it is tried
+PROBE_EVERY: Final = 64  # steps of rows that decode, chunks or not, that could have had a width, before it is tried
 REMEMBERED_ROUNDS: Final = 512  # from so many on, what was gained counts half
+LEAST_REMEMBERED: Final = 64  # rounds of a place that wider windows alone show are not forgotten below these
 UNIT: Final = 1000  # costs are in thousandths of a plain step
 
 Costs = tuple[tuple[int, int], ...]
@@ -138,8 +140,11 @@ class SpeculationPolicy:
         for place in range(width - 1):
             tried[place] += rounds
             gained[place] += kept[place]
-            if tried[place] >= REMEMBERED_ROUNDS:
-                tried[place], gained[place] = tried[place] // 2, gained[place] // 2
+        if tried[0] < REMEMBERED_ROUNDS:
+            return
+        for place, remembered in enumerate(tried):
+            if not place or remembered >= LEAST_REMEMBERED:
+                tried[place], gained[place] = remembered // 2, gained[place] // 2
 
     def tokens(self, width: int) -> int:
         """That a row of a window of ``width`` is expected to gain, in thousandths."""
@@ -181,7 +186,8 @@ class SpeculationPolicy:
             its_tokens, its_cost = self.tokens(width), cost_of(costs, rows)
             if its_tokens * cost > tokens * its_cost:
                 best, tokens, cost = width, its_tokens, its_cost
-        for width, costs in [entry for entry in widths if entry[0] > best][-1:]:
+        wider = [entry for entry in reversed(widths) if entry[0] > best]
+        for width, costs in wider[:1] if best == 1 else wider:
             if self._since[width] >= PROBE_EVERY and self._could_pay(best, cost, width, cost_of(costs, rows)):
                 return width, ""
         return best, "gain" if best == 1 else ""
@@ -190,8 +196,10 @@ class SpeculationPolicy:
         """Whether so much of ``wider`` may be kept that it gives more than ``width``, the best by what is known."""
         if not self.config.narrower:
             return True
-        tokens, share = self._expected(width)
-        most = tokens + (wider - width) * share  # of 1 the share is UNIT: nothing is known
+        tokens = self.tokens(width)
+        shown = max([w for w, since in self._since.items() if width < w < wider and since < PROBE_EVERY], default=width)
+        known, share = self._expected(shown)
+        most = known + (wider - shown) * share  # of 1 the share is UNIT: nothing is known
         return most * cost > tokens * wider_cost
 
     def _counted(self, rows: int, widths: Widths) -> int:

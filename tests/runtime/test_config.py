@@ -9,6 +9,7 @@ import pytest
 
 from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig, default_buckets
 from runtime.schedule.config import StepLimits
+from runtime.speculative_config import speculative_config
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -123,6 +124,17 @@ def test_smaller_windows_come_unasked_where_they_are_measured() -> None:
     assert narrower("cpu", fewer_speculative_tokens=[5]) == narrower("cuda", fewer_speculative_tokens=[5]) == (6,)
     assert narrower("cuda", fewer_speculative_tokens=[]) == narrower("cuda", disable_by_batch_size=4) == ()
     assert narrower("cuda", 2, fewer_speculative_tokens=[]) == ()
+
+
+def test_no_smaller_windows_is_another_configuration_than_none_named() -> None:
+    """Ranks that differ in it would capture different graphs. Each is told as one could type it."""
+    keys: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 15}
+    several: tuple[dict[str, Any], ...] = ({}, {"fewer_speculative_tokens": []}, {"fewer_speculative_tokens": [7, 3]})
+    made = [EngineConfig(model="m", device="cuda", speculative_config=keys | more) for more in several]
+    assert len({config.digest for config in made}) == 3
+    for config in made:
+        again = speculative_config(str(config.speculation))
+        assert again == config.speculation
 
 
 def _few_slots(rows: int) -> int:

@@ -80,20 +80,17 @@ class MixedWindowRole(PrefillRole):
         # By layer with slot state: [rows * W, X], those of row i from i * W on.
         self._made: dict[object, Tensor] = {}
         super().__init__(parts)
+        self._make_memory()
 
     def rehearse(self) -> None:
-        self._make_memory()
         super().rehearse()
         if self._drafted is not None and self._parts.device.torch_device.type != "cpu":
             self._rehearse_tails()
 
-    def warm_up(self) -> None:
-        self._make_memory()
-        super().warm_up()
-
     def _make_memory(self) -> None:
-        """Not when the role is made: a rehearsal is what memory is measured by, of all roles the one with the most. So
-        what is large is made for the widest windows by whichever role comes first, and the others use part of it."""
+        """What is large is made once, for the widest windows, by whichever role comes first; the others use part of it.
+
+        Not by a rehearsal, whose memory is free again behind it: this is in use during every role's steps."""
         parts, rows = self._parts, self._parts.staging.max_rows
         shared, device = parts.beside_chunks, parts.device
         for mixer in parts.model.slot_mixers.values():

@@ -53,6 +53,11 @@ def window_kernels_for(tensor: Tensor) -> WindowKernels | None:
     return triton_window_kernels() if tensor.is_cuda else None
 
 
+def store_results(tensor: Tensor) -> bool:
+    """Whether kernels, and not torch code, write the ends of all steps on this tensor's device."""
+    return kernels_for(tensor) is not None and window_kernels_for(tensor) is not None
+
+
 @cache
 def triton_window_kernels() -> WindowKernels | None:
     """The Triton kernels of windows, None without Triton."""

@@ -117,6 +117,45 @@ def test_the_next_wider_window_is_tried_while_narrower_ones_say_nothing_of_it() 
     assert (off.off, off.narrowed) == ({"gain": 2 * PROBE_EVERY}, {1: 2})
 
 
+def test_a_width_beyond_the_next_is_tried_where_the_next_could_not_pay() -> None:
+    """Of 4 tokens 3.7 are kept; 8 could be 7.3 of 2,100, 16 are up to 14.5 of 2,200: more than 3.7 of 1,000."""
+    policy = SpeculationPolicy(
+        Speculation(16, costs=((8, 2200),), narrower=((8, ((8, 2100),)), (4, ((8, 1000),)))),
+    )
+    policy.landed(16, 10, [0] * 15)
+    policy.landed(4, 90, [90, 90, 90])
+    assert [policy.width(2) for _ in range(PROBE_EVERY + 1)] == [*[4] * PROBE_EVERY, 16]
+    policy.landed(16, 500, [500] * 15)
+    assert policy.width(2) == 16
+
+
+def test_what_a_probe_just_showed_bounds_the_wider_ones() -> None:
+    """By the choice of 4 alone 16 might be 3.7 + 12 * 0.9 of 4,000; but of 8 no more than 4.6 were kept."""
+    policy = SpeculationPolicy(
+        Speculation(16, costs=((8, 4000),), narrower=((8, ((8, 1900),)), (4, ((8, 1000),)))),
+    )
+    policy.landed(4, 100, [90, 90, 90])
+    policy.landed(8, 100, [90, 90, 90, 60, 20, 10, 0])
+    policy.landed(16, 10, [0] * 15)
+    widths = [policy.width(2) for _ in range(3 * (PROBE_EVERY + 1))]
+    assert widths == 3 * [*[4] * PROBE_EVERY, 8]
+
+
+def test_places_that_few_rounds_reach_are_forgotten_beside_the_others() -> None:
+    """A round of 2 in each turn, and of 8 in one of 65: what texts before these kept of 8 fades as fast."""
+    policy = narrow_policy([0] * 7, rounds=500)
+    assert [policy.tokens(width) for width in (2, 8)] == [1000, 1000]
+    for _ in range(30):
+        policy.landed(2, 64, [64])
+        policy.landed(8, 1, [1] * 7)
+    assert policy.tokens(2) > 1980
+    assert policy.tokens(8) > 3000, "some 30 of 94 rounds that are remembered kept all"
+    narrow = narrow_policy([100] * 7)
+    for _ in range(100):
+        narrow.landed(2, 64, [64])
+    assert narrow.tokens(8) == 8000, "what nobody saw since is remembered, by 32 rounds at least"
+
+
 def two_widths(cost: int, narrow_cost: int, **more: Any) -> Speculation:
     return Speculation(4, costs=((8, cost),), narrower=((2, ((8, narrow_cost),)),), **more)
 

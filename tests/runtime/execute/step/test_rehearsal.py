@@ -24,8 +24,10 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Work
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.row_role import RowRole
 from tests.dispatch_mode import DispatchMode
+from tests.models.tiny_delta import FAMILIES
 from tests.runtime.engine.rig import TINY
 
 BUCKETS = (2, 8)
@@ -122,8 +124,7 @@ class Start:
             max_num_seqs=BUCKETS[-1],
             decode_buckets=BUCKETS,
             max_model_len=64,
-            max_prefill_tokens=8,
-            **options,
+            **({"max_prefill_tokens": 8} | options),
         )
         place: dict[str, Any] = {"control": SingleRankControl(), "collectives": SingleRank(), "agree_min": int}
         with build.build_engine(config, **place, device="cpu") as engine:
@@ -154,6 +155,34 @@ def test_every_warm_variant_is_tried_and_the_most_that_one_held_is_set_aside(
     assert most.variant == max(variants, key=list(build.WARM_VARIANTS.values()).index)
     assert start.sizing.activation_peak == most.peak
     assert start.sizing.activation_peak in start.device.peaks, "as the device measured it"
+
+
+def test_what_windows_beside_chunks_keep_is_in_use_and_no_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there during every role's steps. Made inside a measured one it would be set aside as well as in use."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **FAMILIES["qwen3.5"]}))
+    made: list[tuple[int, int]] = []
+
+    def noted(role: MixedWindowRole) -> None:
+        with HeldBytes() as held:
+            make_memory(role)
+        made.append((role.width, held.peak))
+
+    make_memory, peak_of = MixedWindowRole._make_memory, MeasuredTwin.peak_of
+    monkeypatch.setattr(MixedWindowRole, "_make_memory", noted)
+
+    def measured(device: MeasuredTwin, work: Work) -> int:
+        before = len(made)
+        peak = peak_of(device, work)
+        assert len(made) == before, "made by a step"
+        return peak
+
+    monkeypatch.setattr(MeasuredTwin, "peak_of", measured)
+    Start(tmp_path, monkeypatch, max_prefill_tokens=16, speculative_config={**NGRAM, "num_speculative_tokens": 3})
+    assert [width for width, _ in made] == [4, 4], "over a pool without blocks, then over the real one"
+    assert made[0] == made[1]
+    assert made[0][1] > 0
 
 
 def test_what_the_widest_warm_variant_holds_is_not_given_to_blocks(

@@ -178,7 +178,6 @@ def test_windows_beside_chunks(
 ) -> None:
     parts = Parts(shape)
     role = MixedWindowRole(parts.with_windows(make, tree))
-    role._make_memory()
     tokens, rows = integers(20 + 2 * role.row_tokens), integers(4)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
