@@ -95,7 +95,8 @@ class MixedRules:
         elif wanting and given not in mosts:
             raise BrokenRule(f"step {plan.step} has {given} tokens of prompts; {most} would fill it: {plan}")
         first = min(kind, key=lambda s: s.order)
-        if first in wanting and cut.get(first, 0) < min(-(-given // 2), wave or given):
+        shared_out = given - wave // 4  # what fills a wave of long chunks comes on top, and is nobody's half
+        if first in wanting and cut.get(first, 0) < min(-(-shared_out // 2), wave or given):
             raise BrokenRule(f"step {plan.step}: the first in line gets {cut.get(first)} of {given} tokens: {plan}")
 
     def _wave(self, plan: StepPlan) -> int:
