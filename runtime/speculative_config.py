@@ -123,6 +123,11 @@ class SpeculativeConfig:
             )
         if self.method not in METHODS:
             raise SpeculativeConfigError(f"{FLAG}: method is {self.method!r}, but must be one of {', '.join(METHODS)}")
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise SpeculativeConfigError(
+                f"{FLAG}: model is {self.model!r}, but must be a text, the folder of your drafter: type "
+                '"model": "path/to/drafter"'
+            )
         if self.model is not None and self.method not in WITH_WEIGHTS:
             raise SpeculativeConfigError(
                 f"{FLAG}: model is {self.model!r}, but method {self.method!r} has no weights: leave model out"

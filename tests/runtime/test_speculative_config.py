@@ -70,6 +70,9 @@ def test_rates_follow_from_a_length() -> None:
         ({**MTP, "token_map": ""}, "token_map is '', but must be a file of token ids, or how many"),
         ({**MTP, "token_map": True}, "token_map is True, but must be a file of token ids"),
         ({**MTP, "token_map": [1]}, 'type "token_map": 32768'),
+        ({**MTP, "model": 3}, "model is 3, but must be a text, the folder of your drafter"),
+        ({**MTP, "model": ["drafter"]}, "model is ['drafter'], but must be a text"),
+        ({**MTP, "model": ""}, "model is '', but must be a text"),
         ({**NGRAM, "model": "drafter"}, "method 'ngram' has no weights: leave model out"),
         (
             {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
