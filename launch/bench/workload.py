@@ -45,6 +45,12 @@ def random_prompts(count: int, input_len: int, output_len: int, vocab_size: int,
     return [PromptRequest(tuple(draw.choices(choices, k=input_len)), greedy(output_len)) for _ in range(count)]
 
 
+def no_file(name: str, path: Path | None) -> str:
+    """What is said where ``path`` is no file, or not given, and the dataset needs one."""
+    named = "type --dataset-path FILE" if path is None else f"--dataset-path {path} is none"
+    return f"--dataset-name {name} needs a file: {named}"
+
+
 def dataset(session: Session) -> list[PromptRequest]:
     """The prompts that the command line asks for. Raises UsageError, TokenizerError or BenchError."""
     options, folder, seed = session.options, session.folder, session.config.seed
@@ -60,7 +66,7 @@ def dataset(session: Session) -> list[PromptRequest]:
         return random_prompts(options.num_prompts, lengths.prompt, lengths.output, facts.vocab_size, seed)
     path = options.dataset_path
     if path is None or not path.is_file():
-        raise UsageError(f"--dataset-name {options.dataset_name} needs a file: --dataset-path {path} is none")
+        raise UsageError(no_file(options.dataset_name, path))
     tokenizer, chat = load_texts(folder)
     if options.dataset_name == "jsonl":
         model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
@@ -135,6 +141,11 @@ def jsonl_prompts(
 
 
 def _enough(prompts: list[PromptRequest], count: int, path: Path) -> list[PromptRequest]:
+    if not prompts:
+        raise BenchError(f"{path} gives 0 usable prompts: name another file")
     if len(prompts) < count:
-        raise BenchError(f"{path} gives {len(prompts)} usable prompts, {count} are asked for: type --num-prompts less")
+        raise BenchError(
+            f"{path} gives {len(prompts)} usable prompts, {count} are asked for: type --num-prompts {len(prompts)} or "
+            "less"
+        )
     return prompts
