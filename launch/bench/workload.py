@@ -81,7 +81,8 @@ def sharegpt_prompts(
 ) -> list[PromptRequest]:
     """First question and answer of ``count`` conversations, in an order that ``seed`` draws; answers give lengths.
 
-    Keeps what vLLM's benchmark keeps: 4 tokens or more on both sides, at most 1024 of prompt and 2048 together.
+    Keeps what vLLM's benchmark keeps: 4 tokens or more on both sides (of the answer where ``output_len`` does not say),
+    at most 1024 of prompt and 2048 together.
     BenchError when the file is no ShareGPT file or holds too few.
     """
     pairs = list(_conversations(path))
@@ -93,7 +94,8 @@ def sharegpt_prompts(
         token_ids = tuple(tokenizer.encode(question))
         length = len(tokenizer.encode(answer, add_special_tokens=False)) if output_len is None else output_len
         together = len(token_ids) + length
-        if min(len(token_ids), length) < _SHORTEST or len(token_ids) > _LONGEST_PROMPT:
+        shortest = len(token_ids) if output_len is not None else min(len(token_ids), length)
+        if shortest < _SHORTEST or len(token_ids) > _LONGEST_PROMPT:
             continue
         if together <= min(_LONGEST, max_model_len):
             prompts.append(PromptRequest(token_ids, greedy(length)))

@@ -71,6 +71,8 @@ def test_sharegpt_gives_questions_and_the_lengths_of_their_answers(tmp_path: Pat
     assert found == sharegpt_prompts(path, tokenizer, 3, None, 1000, seed=0)
     fixed = sharegpt_prompts(path, tokenizer, 4, 12, 1000, seed=0)
     assert [prompt.sampling.max_tokens for prompt in fixed] == [12] * 4
+    shorter = sharegpt_prompts(path, tokenizer, 4, 3, 1000, seed=0)
+    assert [prompt.sampling.max_tokens for prompt in shorter] == [3] * 4, "as in vLLM, which looks at the file's alone"
     with pytest.raises(BenchError, match="gives 3 usable prompts, 4 are asked for: type --num-prompts 3 or less"):
         sharegpt_prompts(path, tokenizer, 4, None, 1000, seed=0)
 
