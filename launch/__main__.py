@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.bench.options import BenchCommand
 from launch.chat.options import ChatCommand
-from launch.cli import parse
+from launch.cli import AnyCommand, parse
 from launch.daemon.options import DaemonCommand
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
@@ -32,6 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Raises SystemExit(2) for a command line that does not parse."""
     command = parse(sys.argv[1:] if arguments is None else arguments)
     _log_as(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    try:
+        return _main(command)
+    except KeyboardInterrupt:  # where nothing has begun that would end in its own way: imports, loading, benches
+        print(f"lockstride {command.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(command: AnyCommand) -> int:
     if isinstance(command, DoctorCommand):
         from launch.doctor import command as doctor
 
@@ -158,11 +166,7 @@ def _run_bench(command: BenchCommand) -> int:
 
     if command.subcommand == "plot":
         return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
-    try:
-        return bench.run(command, os.environ, open_engine, LoadPictures())
-    except KeyboardInterrupt:
-        print("lockstride bench: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return bench.run(command, os.environ, open_engine, LoadPictures())
 
 
 def _refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from launch.bench.options import BenchCommand, add_bench_parser, bench_command
 from launch.chat.options import ChatCommand, add_chat_parser, chat_command
@@ -19,10 +20,12 @@ from launch.serve.options import ServeCommand, add_serve_parser, serve_command
 from launch.sweep.options import SweepCommand, add_sweep_parser, sweep_command
 from launch.tune.options import TuneCommand, add_tune_parser, tune_command
 
+AnyCommand: TypeAlias = (
+    Command | BenchCommand | ChatCommand | DaemonCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand
+)
 
-def parse(
-    arguments: Sequence[str],
-) -> Command | BenchCommand | ChatCommand | DaemonCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand:
+
+def parse(arguments: Sequence[str]) -> AnyCommand:
     """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("command")

@@ -225,4 +225,4 @@ def _shown_default(name: str, default: object) -> str:
         return _DERIVED_DEFAULTS[name]
     if isinstance(default, bool):
         return "on" if default else "off"
-    return str(default)
+    return ",".join(default) if isinstance(default, tuple) else str(default)

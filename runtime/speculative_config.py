@@ -101,8 +101,8 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         if k is None:
             raise SpeculativeConfigError(
-                f'{FLAG} names no num_speculative_tokens: type {{"method": "{self.method}", '
-                '"num_speculative_tokens": 4}'
+                f'{FLAG} names no num_speculative_tokens: type "num_speculative_tokens": 4 in it, or '
+                "--num-speculative-tokens 4"
             )
         self._check_model()
         self._check_token_map()
@@ -123,6 +123,11 @@ class SpeculativeConfig:
             )
         if self.method not in METHODS:
             raise SpeculativeConfigError(f"{FLAG}: method is {self.method!r}, but must be one of {', '.join(METHODS)}")
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise SpeculativeConfigError(
+                f"{FLAG}: model is {self.model!r}, but must be a text, the folder of your drafter: type "
+                '"model": "path/to/drafter"'
+            )
         if self.model is not None and self.method not in WITH_WEIGHTS:
             raise SpeculativeConfigError(
                 f"{FLAG}: model is {self.model!r}, but method {self.method!r} has no weights: leave model out"
@@ -352,8 +357,16 @@ def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> Sp
     known = [f.name for f in fields(SpeculativeConfig)]
     if unknown := sorted(str(key) for key in given if key not in known):
         raise SpeculativeConfigError(f"{FLAG} has {unknown[0]!r}, which is not known: there are {', '.join(known)}")
-    if not isinstance(given.get("method"), str):
-        raise SpeculativeConfigError(f'{FLAG} names no method: type "method": "{METHODS[0]}"')
+    if (method := given.get("method")) is None:
+        if given.get("model") is not None:
+            raise SpeculativeConfigError(
+                f'{FLAG} names a model, but no method: type "method": one of {", ".join(WITH_WEIGHTS)}'
+            )
+        raise SpeculativeConfigError(
+            f'{FLAG} names no method: type "method": "{METHODS[0]}" in it, or --speculative-method {METHODS[0]}'
+        )
+    if not isinstance(method, str):
+        raise SpeculativeConfigError(f"{FLAG}: method is {method!r}, but must be one of {', '.join(METHODS)}")
     return SpeculativeConfig(**given)
 
 
@@ -395,9 +408,13 @@ def merged_speculation(
 def refuse_synthetic(config: SpeculativeConfig | None, who: str) -> None:
     """Raises SpeculativeConfigError where ``who`` would hand out texts of an engine whose acceptance is scripted."""
     if config is not None and config.synthetic:
+        real = f'{{"method": "{METHODS[0]}", "num_speculative_tokens": {config.num_speculative_tokens}}}'
+        instead = f"type '{real}'"
+        if config.method != "synthetic":
+            instead = "leave rejection_sample_method and the synthetic_ key out"
         raise SpeculativeConfigError(
-            f"{FLAG} is {config}: with synthetic acceptance texts mean nothing, so {who} refuses it: type "
-            '"method": "ngram", or measure with bench'
+            f"{FLAG} is {config}: with synthetic acceptance texts mean nothing, so {who} refuses it: {instead}, or "
+            "measure with bench"
         )
 
 
@@ -413,7 +430,10 @@ def _is_number(value: object) -> bool:
 
 def _check_whole(name: str, value: object, low: int, high: int | None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise SpeculativeConfigError(f'{FLAG}: {name} is {value!r}, but must be a whole number: type "{name}": {low}')
+        is_meant = isinstance(value, float) and value.is_integer()
+        is_meant |= isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
+        meant = int(value) if is_meant else low  # type: ignore[call-overload]
+        raise SpeculativeConfigError(f'{FLAG}: {name} is {value!r}, but must be a whole number: type "{name}": {meant}')
     if value < low:
         raise SpeculativeConfigError(f'{FLAG}: {name} is {value}, but must be at least {low}: type "{name}": {low}')
     if high is not None and value > high:

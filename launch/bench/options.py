@@ -17,6 +17,7 @@ from launch.bench.serve_options import ServeOptions, add_serve_options, serve_op
 from launch.engine_options import add_engine_options
 from launch.values import above_zero, at_least_one, counts, whole_number
 from runtime.config import EngineConfig
+from runtime.speculative_config import SpeculativeConfigError, merged_speculation
 
 Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "flips", "plot"]
 WITHOUT_ENGINE = ("control", "flips", "plot")
@@ -84,13 +85,22 @@ def bench_command(given: dict[str, Any], engine: Mapping[str, Any]) -> BenchComm
 
 
 def parse_bench(arguments: Sequence[str]) -> None:
-    """Reads ``bench latency --model ...`` for its complaints alone.
+    """Reads ``bench latency --model ...`` for its complaints alone, those about speculation included.
 
     Raises SystemExit(2), after an explanation on stderr, as the command would.
     """
     parser = argparse.ArgumentParser(prog="lockstride", allow_abbrev=False)
     add_bench_parser(parser.add_subparsers(required=True))
-    parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
+    plain = {
+        "method": given.get("speculative_method"),
+        "model": given.get("speculative_model"),
+        "num_speculative_tokens": given.get("num_speculative_tokens"),
+    }
+    try:
+        merged_speculation(given.get("speculative_config"), plain)
+    except SpeculativeConfigError as error:
+        parser.error(str(error))
 
 
 def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -40,6 +40,7 @@ from launch.bench.serve_options import ServeOptions, one_name_each
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
 from launch.bench.speculation import Rounds, rounds_between
 from launch.errors import UsageError
+from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.frontend.client import PromptRequest
 
@@ -105,6 +106,10 @@ def _measure(session: Session, options: ServeOptions, loads: Sequence[Load], dra
 def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad | None) -> int:
     if session.ranks > 1:
         raise UsageError(f"--base-url is measured by one process, but {session.ranks} were started: leave out torchrun")
+    if flag := _of_an_engine(session.config):
+        raise UsageError(
+            f"{flag} is of an engine, but --base-url measures a server's: leave it out, or start the server with it"
+        )
     loads = loads_of(session, options, cached=False)
     with closing(_clients(options, url)) as clients:
         target = Target(
@@ -114,6 +119,16 @@ def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad
             lambda requests: OpenAIBackend(clients, requests),
         )
         return ServeBench(session, options, target, draw).run(loads)
+
+
+def _of_an_engine(config: EngineConfig) -> str | None:
+    """A given option that a server would not hear of, where a file or a figure of it is waited for."""
+    asked = {
+        "--speculative-config": config.speculation is not None,
+        "--timeline": config.timeline is not None,
+        "--expert-load": config.expert_load is not None,
+    }
+    return next((flag for flag, given in asked.items() if given), None)
 
 
 def _clients(options: ServeOptions, url: str) -> Clients:

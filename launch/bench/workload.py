@@ -45,6 +45,12 @@ def random_prompts(count: int, input_len: int, output_len: int, vocab_size: int,
     return [PromptRequest(tuple(draw.choices(choices, k=input_len)), greedy(output_len)) for _ in range(count)]
 
 
+def no_file(name: str, path: Path | None) -> str:
+    """What is said where ``path`` is no file, or not given, and the dataset needs one."""
+    named = "type --dataset-path FILE" if path is None else f"--dataset-path {path} is none"
+    return f"--dataset-name {name} needs a file: {named}"
+
+
 def dataset(session: Session) -> list[PromptRequest]:
     """The prompts that the command line asks for. Raises UsageError, TokenizerError or BenchError."""
     options, folder, seed = session.options, session.folder, session.config.seed
@@ -60,7 +66,7 @@ def dataset(session: Session) -> list[PromptRequest]:
         return random_prompts(options.num_prompts, lengths.prompt, lengths.output, facts.vocab_size, seed)
     path = options.dataset_path
     if path is None or not path.is_file():
-        raise UsageError(f"--dataset-name {options.dataset_name} needs a file: --dataset-path {path} is none")
+        raise UsageError(no_file(options.dataset_name, path))
     tokenizer, chat = load_texts(folder)
     if options.dataset_name == "jsonl":
         model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
@@ -75,7 +81,8 @@ def sharegpt_prompts(
 ) -> list[PromptRequest]:
     """First question and answer of ``count`` conversations, in an order that ``seed`` draws; answers give lengths.
 
-    Keeps what vLLM's benchmark keeps: 4 tokens or more on both sides, at most 1024 of prompt and 2048 together.
+    Keeps what vLLM's benchmark keeps: 4 tokens or more on both sides (of the answer where ``output_len`` does not say),
+    at most 1024 of prompt and 2048 together.
     BenchError when the file is no ShareGPT file or holds too few.
     """
     pairs = list(_conversations(path))
@@ -87,7 +94,8 @@ def sharegpt_prompts(
         token_ids = tuple(tokenizer.encode(question))
         length = len(tokenizer.encode(answer, add_special_tokens=False)) if output_len is None else output_len
         together = len(token_ids) + length
-        if min(len(token_ids), length) < _SHORTEST or len(token_ids) > _LONGEST_PROMPT:
+        shortest = len(token_ids) if output_len is not None else min(len(token_ids), length)
+        if shortest < _SHORTEST or len(token_ids) > _LONGEST_PROMPT:
             continue
         if together <= min(_LONGEST, max_model_len):
             prompts.append(PromptRequest(token_ids, greedy(length)))
@@ -135,6 +143,11 @@ def jsonl_prompts(
 
 
 def _enough(prompts: list[PromptRequest], count: int, path: Path) -> list[PromptRequest]:
+    if not prompts:
+        raise BenchError(f"{path} gives 0 usable prompts: name another file")
     if len(prompts) < count:
-        raise BenchError(f"{path} gives {len(prompts)} usable prompts, {count} are asked for: type --num-prompts less")
+        raise BenchError(
+            f"{path} gives {len(prompts)} usable prompts, {count} are asked for: type --num-prompts {len(prompts)} or "
+            "less"
+        )
     return prompts

@@ -61,6 +61,8 @@ DEFINITIONS = (
     ("tok/s/GPU", "tok/s divided by ranks, on CPUs too"),
     ("tok/s/user", "tok/s divided by the batch"),
     ("spread", "smallest to largest TPOT over the runs of a point"),
+    ("speculation", "method and guesses a round; synthetic: a script says how many are kept, so texts mean nothing"),
+    ("tok/round", "tokens that a round of speculation gained, the one that the model drew itself included"),
     ("of floor", "the time that bytes and FLOPs need, as a share of the time taken; only where --roofline was set"),
 )
 
@@ -198,6 +200,7 @@ def _load_table(report: Report) -> str:
     head = (
         *("model", "settings", "load", "dataset", "requests", "req/s", "good req/s", "tok/s", "steady"),
         *("TTFT p50 [ms]", "p99", "ITL p50 [ms]", "p99", "E2EL p50 [s]", "p99", "chained", "idle"),
+        *_speculation_head([row for row, _ in served]),
     )
     rows = [
         [
@@ -213,6 +216,7 @@ def _load_table(report: Report) -> str:
             *_times(point),
             _percent(point.chained_ratio),
             _percent(point.device_idle),
+            *_speculation(row, head),
         ]
         for row, point in served
     ]
@@ -231,6 +235,7 @@ def _table(report: Report) -> str:
     head = (
         *("model", "settings", "batch", "runs", "TPOT [ms]", "spread", "p99 [ms]", "TTFT [s]", "tok/s", "tok/s/GPU"),
         *("tok/s/user", "of floor", "chained", "idle", "start [s]"),
+        *_speculation_head(measured),
     )
     rows = [
         [
@@ -249,10 +254,25 @@ def _table(report: Report) -> str:
             _percent(row.chained_ratio),
             _percent(row.device_idle),
             _number(row.startup_s, 1),
+            *_speculation(row, head),
         ]
         for row in measured
     ]
     return f'<h2 id="points">All points</h2>{_html_table(head, rows, names=2)}' if rows else ""
+
+
+def _speculation_head(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Columns that a table has where one of its points speculates."""
+    return ("speculation", "tok/round") if any(row.speculation is not None for row in rows) else ()
+
+
+def _speculation(row: Row, head: Sequence[str]) -> list[str]:
+    """Cells below ``_speculation_head``."""
+    if "tok/round" not in head:
+        return []
+    if row.speculation is None:
+        return ["-", "-"]
+    return [escape(f"{row.speculation}, k = {row.num_speculative_tokens}"), _number(row.accepted_length, 2)]
 
 
 def _failures(report: Report) -> str:

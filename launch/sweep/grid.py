@@ -108,7 +108,9 @@ def grid_of(content: object, name: str) -> Grid:
             excluded += 1
             continue
         pairs = {(key, repr(value)) for key, value in settings.items()}
-        if not points or not pairs <= checked:  # options are read one by one: no combination of good ones is bad
+        pairs.add(("speculation", repr([(key, settings[key]) for key in sorted(settings) if "spec" in key])))
+        # Options are read one by one, but for those of speculation: no other combination of good ones is bad.
+        if not points or not pairs <= checked:
             point.check()
             checked |= pairs
         points.append(point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -27,6 +28,7 @@ def generate_actions() -> list[argparse.Action]:
 def test_every_option_says_its_default_and_its_unit(action: argparse.Action) -> None:
     assert action.help is not None
     assert "(default: " in action.help or "(required)" in action.help
+    assert not re.search(r"default: [\[('{]", action.help), "a default that cannot be typed"
     assert action.help.endswith("]")
 
 

@@ -74,3 +74,20 @@ def test_what_an_engine_cannot_be_opened_with_is_one_line(
     monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
     assert entry.main(GENERATE) == 2
     assert capfd.readouterr().err == f"lockstride generate: error: {said}\n"
+
+
+@pytest.mark.parametrize("line", [GENERATE, ["serve", "--model", "m"], ["bench", "latency", "--model", "m"]])
+def test_an_interrupt_before_anything_has_begun_is_one_line(
+    line: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While torch is imported, and while a model is loaded."""
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    for name in ("discover", "_run_its_module"):
+        monkeypatch.setattr(entry, "_end_with_launcher", lambda: None)
+        monkeypatch.setattr(entry, name, interrupted)
+        assert entry.main(line) == 130
+        assert capfd.readouterr().err == f"lockstride {line[0]}: interrupted\n"
+        monkeypatch.undo()

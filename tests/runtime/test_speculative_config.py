@@ -56,6 +56,8 @@ def test_rates_follow_from_a_length() -> None:
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object"),
         ({"num_speculative_tokens": 3}, 'names no method: type "method": "ngram"'),
+        ({"model": "drafter", "num_speculative_tokens": 3}, 'no method: type "method": one of mtp, dflash, eagle3'),
+        ({**NGRAM, "method": ["ngram"]}, "method is ['ngram'], but must be one of ngram, mtp"),
         (
             {**NGRAM, "num_spec_tokens": 3},
             "has 'num_spec_tokens', which is not known: there are method, model",
@@ -63,13 +65,19 @@ def test_rates_follow_from_a_length() -> None:
         ({**NGRAM, "num_speculative_tokens": 0}, 'is 0, but must be at least 1: type "num_speculative_tokens": 1'),
         ({**NGRAM, "num_speculative_tokens": 256}, "is 256, but must be at most 255"),
         ({**NGRAM, "num_speculative_tokens": True}, "is True, but must be a whole number"),
-        ({"method": "ngram"}, "names no num_speculative_tokens"),
+        ({**NGRAM, "num_speculative_tokens": "4"}, 'must be a whole number: type "num_speculative_tokens": 4'),
+        ({**NGRAM, "num_speculative_tokens": 4.0}, 'must be a whole number: type "num_speculative_tokens": 4'),
+        ({**NGRAM, "mixed_step_percent": "half"}, 'must be a whole number: type "mixed_step_percent": 0'),
+        ({"method": "ngram"}, 'names no num_speculative_tokens: type "num_speculative_tokens": 4 in it, or'),
         ({**NGRAM, "method": "grep"}, f"method is 'grep', but must be one of {', '.join(METHODS)}"),
         ({**NGRAM, "token_map": 100}, "token_map is 100, but method 'ngram' has no head to make smaller"),
         ({**MTP, "token_map": 0}, "token_map is 0, but must be at least 1"),
         ({**MTP, "token_map": ""}, "token_map is '', but must be a file of token ids, or how many"),
         ({**MTP, "token_map": True}, "token_map is True, but must be a file of token ids"),
         ({**MTP, "token_map": [1]}, 'type "token_map": 32768'),
+        ({**MTP, "model": 3}, "model is 3, but must be a text, the folder of your drafter"),
+        ({**MTP, "model": ["drafter"]}, "model is ['drafter'], but must be a text"),
+        ({**MTP, "model": ""}, "model is '', but must be a text"),
         ({**NGRAM, "model": "drafter"}, "method 'ngram' has no weights: leave model out"),
         (
             {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
@@ -150,6 +158,13 @@ def test_drawn_proposals_and_deterministic_exclude_each_other() -> None:
 
 def test_scripted_acceptance_gives_nobody_a_text() -> None:
     config = EngineConfig(model="m", device="cpu", speculative_config=SCRIPTED)
-    with pytest.raises(ConfigError, match=r"texts mean nothing, so generate refuses it: type .*or measure with bench"):
+    with pytest.raises(ConfigError, match=r"texts mean nothing, so generate refuses it: type '\{.*\}', or measure"):
         require_real_texts(config, "generate")
     require_real_texts(EngineConfig(model="m", device="cpu", speculative_config=NGRAM), "generate")
+
+
+def test_who_scripts_the_acceptance_of_another_method_is_told_what_to_leave_out() -> None:
+    scripted = {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    config = EngineConfig(model="m", device="cpu", speculative_config=scripted)
+    with pytest.raises(ConfigError, match="serve refuses it: leave rejection_sample_method and the synthetic_ key"):
+        require_real_texts(config, "serve")

@@ -100,7 +100,9 @@ class ClientProcesses:
         ours, theirs = socket.socketpair()
         words = [sys.executable, "-m", "launch.bench.load.client_process", str(theirs.fileno())]
         with theirs:
-            process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(  # in a group of its own: a terminal's Ctrl-C is for the parent, who ends it
+                words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
+            )
         _send(ours, address)
         asked: dict[int, tuple[Answer, Callable[[], None]]] = {}
         reader = threading.Thread(target=self._read, args=(ours, asked), name="client process", daemon=True)
@@ -164,7 +166,11 @@ def serve_parent(end: socket.socket) -> None:
 
     def ask(number: int, body: bytes) -> None:
         answer = Answer()
-        server.submit(body, answer, lambda: _send(end, Told(number, answer)))
+        server.submit(body, answer, lambda: tell(number, answer))
+
+    def tell(number: int, answer: Answer) -> None:
+        with suppress(OSError):  # the parent wants no more
+            _send(end, Told(number, answer))
 
     while (frame := _receive(end)) is not None:
         one = decode(frame)

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.bench.load.arrivals import burst_offsets
 from launch.bench.load.trace_file import read_trace
 from launch.bench.serve_options import OF_A_FILE, ServeOptions
-from launch.bench.workload import greedy, jsonl_prompts, sharegpt_prompts
+from launch.bench.workload import greedy, jsonl_prompts, no_file, sharegpt_prompts
 from launch.errors import UsageError
 from launch.generate.command import load_texts
 from runtime.frontend.client import PromptRequest
@@ -117,7 +117,7 @@ def _drawn(options: ServeOptions, count: int, model: ModelFacts, folder: Path, s
 def _of_a_file(options: ServeOptions, count: int, model: ModelFacts, folder: Path, seed: int, ids: range) -> LoadSet:
     path, name = options.dataset_path, options.dataset_name
     if path is None or not path.is_file():
-        raise UsageError(f"--dataset-name {name} needs a file: --dataset-path {path} is none")
+        raise UsageError(no_file(name, path))
     tokenizer, chat = load_texts(folder)
     if name == "jsonl":
         found = jsonl_prompts(path, tokenizer, chat, count, options.output_len, model, seed)

@@ -141,7 +141,6 @@ class OpenAIServer:
             try:
                 status, headers = await self._ask(connection, body)
             except (OSError, asyncio.IncompleteReadError):  # the server closed a connection that it had kept
-                connection.writer.close()
                 if not reused:
                     raise
                 connection = await self._connect()
@@ -163,14 +162,22 @@ class OpenAIServer:
             f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
             f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        connection.writer.write(head.encode() + body)
-        await connection.writer.drain()
-        return await _head(connection.reader)
+        try:
+            connection.writer.write(head.encode() + body)
+            await connection.writer.drain()
+            return await _head(connection.reader)
+        except BaseException:  # also when it is cancelled
+            connection.writer.close()
+            raise
 
     def close(self) -> None:
-        """Close connections and end the thread."""
+        """Close connections, also those of answers that have not ended, and end the thread."""
 
         async def close_all() -> None:
+            running = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             for connection in self._idle:
                 connection.writer.close()
             await asyncio.sleep(0)

@@ -89,8 +89,12 @@ def read_trace(
             else:
                 request = _lengths(line.number, times, seed, ids, where)
             found.append((at, request))
-    if not found or (count is not None and len(found) < count):
-        raise BenchError(f"{path} gives {len(found)} requests, {count or 1} are asked for: type --num-prompts less")
+    if not found:
+        raise BenchError(f"{path} gives 0 requests: name another file")
+    if count is not None and len(found) < count:
+        raise BenchError(
+            f"{path} gives {len(found)} requests, {count} are asked for: type --num-prompts {len(found)} or less"
+        )
     if any(at is None for at, _ in found):
         return Trace([request for _, request in found], None, drawn)
     found.sort(key=lambda entry: entry[0] or 0.0)  # stable: lines of one moment keep their order

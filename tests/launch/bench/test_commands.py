@@ -199,7 +199,7 @@ def test_throughput_over_lines_of_a_file(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--dataset-name jsonl", "needs a file: --dataset-path None is none"),
+        ("--dataset-name jsonl", "needs a file: type --dataset-path FILE"),
         ("--input-len 250 --output-len 10", "make 260 tokens, but a request may have 256"),
         ("--dataset-name sharegpt --dataset-path {here}", "has no tokenizer.json"),
     ],

@@ -155,6 +155,19 @@ def test_a_request_that_fails_is_counted_and_ends_with_1(tmp_path: Path, capsys:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("--speculative-method ngram --num-speculative-tokens 3", "--speculative-config"),
+        ("--timeline steps.json", "--timeline"),
+        ("--expert-load load.json", "--expert-load"),
+    ],
+)
+def test_what_only_an_engine_of_ours_can_do_is_refused_of_a_server(tmp_path: Path, line: str, flag: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{flag} is of an engine, but --base-url measures a server's: leave it out"):
+        measure(tmp_path, f"--num-prompts 2 --base-url http://127.0.0.1:9 {line}")
+
+
 def test_two_ranks_serve_one_load(tmp_path: Path) -> None:
     line = "bench serve --model models/demo --device cpu --input-len 12 --output-len 5 --num-prompts 10 --seed 5"
     line += " --max-concurrency 2 --request-rate 40 --num-warmups 1 --max-num-seqs 2 --max-model-len 64"

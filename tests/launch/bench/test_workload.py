@@ -71,7 +71,9 @@ def test_sharegpt_gives_questions_and_the_lengths_of_their_answers(tmp_path: Pat
     assert found == sharegpt_prompts(path, tokenizer, 3, None, 1000, seed=0)
     fixed = sharegpt_prompts(path, tokenizer, 4, 12, 1000, seed=0)
     assert [prompt.sampling.max_tokens for prompt in fixed] == [12] * 4
-    with pytest.raises(BenchError, match="gives 3 usable prompts, 4 are asked for"):
+    shorter = sharegpt_prompts(path, tokenizer, 4, 3, 1000, seed=0)
+    assert [prompt.sampling.max_tokens for prompt in shorter] == [3] * 4, "as in vLLM, which looks at the file's alone"
+    with pytest.raises(BenchError, match="gives 3 usable prompts, 4 are asked for: type --num-prompts 3 or less"):
         sharegpt_prompts(path, tokenizer, 4, None, 1000, seed=0)
 
 
@@ -115,5 +117,5 @@ def test_a_bad_line_and_a_short_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"lines\.jsonl, line 2: "):
         jsonl_prompts(path, None, None, 2, None, MODEL, seed=0)
     path = jsonl_file(tmp_path, {"prompt_token_ids": [5]})
-    with pytest.raises(BenchError, match="gives 1 usable prompts, 2 are asked for"):
+    with pytest.raises(BenchError, match="gives 1 usable prompts, 2 are asked for: type --num-prompts 1 or less"):
         jsonl_prompts(path, None, None, 2, None, MODEL, seed=0)

@@ -367,6 +367,21 @@ def test_points_under_load_have_a_curve_and_a_table_of_their_own(tmp_path: Path)
     assert again.rows == report.rows
 
 
+@pytest.mark.parametrize("kind", ["latency", "serve"])
+def test_what_speculation_gained_stands_beside_its_points(kind: str) -> None:
+    serve = asdict(serve_point(16, 900.0)) if kind == "serve" else None
+    plain = row(kind=kind, serve=serve)
+    mtp = row(kind=kind, serve=serve, speculation="mtp (synthetic)", num_speculative_tokens=3, accepted_length=2.5)
+
+    def cells(*rows: Row) -> list[list[str]]:
+        text = html(Report(name="r", created=0.0, rows=list(rows)), [], None)
+        table = text.partition("points")[2].partition("<table>")[2].partition("</table>")[0]
+        return [re.findall(r"<t[hd] [^>]*>([^<]*)<", line)[-2:] for line in table.split("<tr>")[1:]]
+
+    assert cells(plain, mtp) == [["speculation", "tok/round"], ["-", "-"], ["mtp (synthetic), k = 3", "2.50"]]
+    assert "tok/round" not in cells(plain)[0]
+
+
 def test_loads_are_compared_point_by_point(tmp_path: Path) -> None:
     now, then = report_of(load_ledger(tmp_path / "now")), report_of(load_ledger(tmp_path / "then", slower=0.5))
     found = compare(now, then)

@@ -224,6 +224,24 @@ def test_other_settings_have_other_keys() -> None:
         ({"options": {"model": "m", "batchsize": 2}}, "unrecognized arguments: --batchsize 2"),
         ({"options": {"model": "m", "dtype": "int4"}}, "argument --dtype: invalid choice: 'int4'"),
         ({"options": {"batch": 8}}, "the following arguments are required: --model"),
+        (
+            {"options": {"model": "m", "speculative-config": '{"method": "ngrm", "num_speculative_tokens": 3}'}},
+            "launch bench latency: --speculative-config: method is 'ngrm', but must be one of ngram",
+        ),
+        (
+            {
+                "options": {"model": "m", "spec-method": "ngram"},
+                "grid": {"num-speculative-tokens": [2, None], "batch": [1, 2]},
+            },
+            "--speculative-config names no num_speculative_tokens: type",
+        ),
+        (
+            {
+                "options": {"model": "m", "num-speculative-tokens": 3},
+                "grid": {"speculative-method": ["ngram", "mtp"], "speculative-model": ["models/demo/mtp", None]},
+            },
+            "method 'ngram' has no weights: leave model out",
+        ),
         ({"options": {"model": "m", "concurrency": 8}}, "unrecognized arguments: --max-concurrency 8"),
         ({"options": {"model": "m"}, "link": [["a", "b"]]}, "link names a, which is not under grid"),
         (

@@ -175,7 +175,7 @@ def test_a_file_s_prompts_are_nobody_else_s(tmp_path: Path) -> None:
     load = drawn("jsonl", 3, dataset_path=path, output_len=6)
     assert not load.drawn
     assert [ids(one) for one in load.requests] == [(5, 0), (5, 1), (5, 2)]
-    with pytest.raises(UsageError, match="needs a file: --dataset-path None is none"):
+    with pytest.raises(UsageError, match="needs a file: type --dataset-path FILE"):
         drawn("trace")
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         drawn("sharegpt", dataset_path=path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -154,6 +155,32 @@ def test_what_was_asked_of_a_process_that_ends_has_failed() -> None:
         clients._children[0].process.wait()
         journal = generate_load(OpenAIBackend(clients, requests), [6] * 2, [0.0] * 2)
     assert ["client process has ended" in one.error for one in journal.requests] == [True, True]
+
+
+def test_a_client_that_is_closed_leaves_what_it_asked_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after Ctrl-C: answers have not ended, one of this process, one of another."""
+    body = json.dumps({"prompt": [1], "max_tokens": 2, "stream": True}).encode()
+    held, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(ThreadingHTTPServer, "handle_error", lambda *_: None)  # nobody reads the answers
+    with serving() as url:
+        monkeypatch.setattr(Handler, "held", held)
+        with (
+            closing(OpenAIServer(url, "/v1/completions")) as server,
+            closing(ClientProcesses(1, ServerAddress(url, "/v1/completions", "tiny"))) as clients,
+        ):
+            server.submit(body, Answer(), done.set)
+            clients.submit(body, Answer(), lambda: None)
+            while len(Handler.asked) < 2:
+                time.sleep(0.001)
+            process = clients._children[0].process
+            assert os.getpgid(process.pid) != os.getpgid(0), "a terminal's Ctrl-C would end it with a traceback"
+        gc.collect()
+        held.set()
+    assert done.is_set()
+    assert process.returncode == 0
+    assert (capfd.readouterr().err, caplog.text) == ("", "")
 
 
 def test_an_open_loop_waits_for_arrivals_beside_answers() -> None:

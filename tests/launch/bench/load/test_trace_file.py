@@ -64,7 +64,7 @@ def test_a_file_without_times_has_no_schedule(tmp_path: Path) -> None:
         (({"timestamp": "soon"},), "line 1 is no line of a trace"),
         (({"prompt_token_ids": [5], "max_token": 3},), "unknown field `max_token`"),
         (({"prompt_token_ids": [5], "n": 2},), "n > 1 and stop strings are not measured"),
-        ((), "gives 0 requests, 1 are asked for"),
+        ((), "gives 0 requests: name another file"),
     ],
 )
 def test_a_line_that_cannot_be_measured_is_named(
@@ -73,3 +73,8 @@ def test_a_line_that_cannot_be_measured_is_named(
     with pytest.raises(BenchError) as refused:
         read(tmp_path, *lines)
     assert words in str(refused.value)
+
+
+def test_more_requests_than_a_file_has_are_refused_with_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="gives 1 requests, 6 are asked for: type --num-prompts 1 or less"):
+        read(tmp_path, {"input_length": 3, "output_length": 2}, count=6)
