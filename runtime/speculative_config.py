@@ -373,7 +373,9 @@ def speculative_config(given: str | Mapping[str, Any] | SpeculativeConfig) -> Sp
 def _mapping(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = json.loads(given, object_pairs_hook=_each_once)
+        except SpeculativeConfigError:
+            raise
         except ValueError as error:
             raise SpeculativeConfigError(
                 f"{FLAG} is {given!r}, which is not JSON ({error}): type "
@@ -382,6 +384,18 @@ def _mapping(given: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise SpeculativeConfigError(f"{FLAG} is {given!r}, but must be a JSON object of keys and values")
     return given
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice json.loads would take the last value, and say nothing."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise SpeculativeConfigError(
+                f"{FLAG} has {key!r} twice, {found[key]!r} and {value!r}: leave one of them out"
+            )
+        found[key] = value
+    return found
 
 
 def merged_speculation(

@@ -54,6 +54,7 @@ def test_rates_follow_from_a_length() -> None:
     ("given", "said"),
     [
         ("{", "is not JSON"),
+        ('{"method": "ngram", "num_speculative_tokens": 3, "method": "mtp"}', "has 'method' twice, 'ngram' and 'mtp'"),
         ("[1]", "must be a JSON object"),
         ({"num_speculative_tokens": 3}, 'names no method: type "method": "ngram"'),
         ({"model": "drafter", "num_speculative_tokens": 3}, 'no method: type "method": one of mtp, dflash, eagle3'),
