@@ -35,7 +35,7 @@ BRANCHING: Final = ("mtp", "dflash", "eagle3", "synthetic")  # methods whose gue
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
 DEFAULT_MIXED_STEP_PERCENT: Final = 25
-LEAST_AUTOMATIC_WIDTH: Final = 4  # below it a window costs less by so little that no start should capture it unasked
+LEAST_AUTOMATIC_WIDTH: Final = 4  # narrower windows were never measured, so no start captures them unasked
 
 
 class SpeculativeConfigError(ValueError):

@@ -113,7 +113,7 @@ class Executor:
             rows=max_rows,
             width=limits.width,
             max_logprobs=MAX_TOP_LOGPROBS,
-            direct=step_kernels.store_results(self.tables.columns.records),
+            direct=step_kernels.kernels_write_results(self.tables.columns.records),
         )
         self.sizing = self._size(further_roles)
         self.pool = CachePool(

@@ -115,6 +115,7 @@ class SpeculationPolicy:
         # Rounds that are remembered, of those wide enough to gain 2, 3, ... W tokens, and how many did.
         self._tried = [0] * (config.width - 1)
         self._gained = [0] * (config.width - 1)
+        self._expected_of: list[tuple[int, int]] = []  # of 1, 2, ... W tokens; empty until it is asked for
         # By W: steps that could have had it since the last one that had as much.
         self._since = {width: 0 for width, _ in self._widths}
 
@@ -136,6 +137,7 @@ class SpeculationPolicy:
         padding are no rounds."""
         if not self.config.costs:
             return
+        self._expected_of.clear()
         tried, gained = self._tried, self._gained
         for place in range(width - 1):
             tried[place] += rounds
@@ -156,12 +158,16 @@ class SpeculationPolicy:
         No place is kept more often than the one before it: what wider windows showed long ago may say so, and of places
         that none showed this is what is hoped.
         """
-        tokens = share = UNIT
-        for tried, gained in zip(self._tried[: width - 1], self._gained, strict=False):
-            if tried:
-                share = min(share, UNIT * gained // tried)
-            tokens += share
-        return tokens, share
+        expected = self._expected_of
+        if not expected:  # something landed since
+            tokens = share = UNIT
+            expected.append((tokens, share))
+            for tried, gained in zip(self._tried, self._gained, strict=True):
+                if tried and (kept := UNIT * gained // tried) < share:
+                    share = kept
+                tokens += share
+                expected.append((tokens, share))
+        return expected[width - 1]
 
     def _fitting(self, rows: int, tokens: int, most: int | None) -> Widths:
         """Those whose windows take their share of ``tokens`` at most."""

@@ -88,8 +88,8 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One GPU, or its CPU twin. ``compute`` runs the steps, ``copy`` brings to the host what
-    kernels do not store there themselves, nothing else does."""
+    """One GPU, or its CPU twin. ``compute`` runs the steps, ``copy`` brings to the host what kernels do
+    not store there themselves, nothing else does."""
 
     @property
     def torch_device(self) -> torch.device: ...

@@ -53,7 +53,7 @@ def window_kernels_for(tensor: Tensor) -> WindowKernels | None:
     return triton_window_kernels() if tensor.is_cuda else None
 
 
-def store_results(tensor: Tensor) -> bool:
+def kernels_write_results(tensor: Tensor) -> bool:
     """Whether kernels, and not torch code, write the ends of all steps on this tensor's device."""
     return kernels_for(tensor) is not None and window_kernels_for(tensor) is not None
 
