@@ -177,11 +177,11 @@ class Decoder(CheckpointParts):
 
         What is about to be captured is run like that before, which takes a tenth of the time of all layers.
         """
-        self._few_layers = True
+        before, self._few_layers = self._few_layers, True
         try:
             yield
         finally:
-            self._few_layers = False
+            self._few_layers = before
 
     @cached_property
     def _one_layer_a_kind(self) -> tuple[int, ...]:

@@ -150,6 +150,8 @@ class Executor:
         In groups they decide more: where they are captured, and the largest holds all rows of any group that only
         decodes, no group replays a decode graph while another one has chunks, and decode graphs need no wider exchanges
         than their own."""
+        chunked = [role for role in (self.prefill, *further_roles) if isinstance(role, PrefillRole)]
+        self._compile_ahead(*(rehearse for role in chunked for rehearse in role.graphs.rehearsals()))
         self.prefill.warm_up()
         roles: list[Role] = [self.decode, *further_roles]
         captured, most = self.prefill.graphs.buckets, self._config.decode_buckets[-1] * self._config.limits.window
@@ -354,9 +356,12 @@ class Executor:
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
         scratch = self._parts_over(pool)
         decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
+        others = [decode, *(make(scratch) for make in further_roles)]
         # Prefill last: the others' kernels are compiled here while its own may be on their way (agree_on_kernels).
-        peaks = [self.device.peak_of(role.rehearse) for role in (decode, *(make(scratch) for make in further_roles))]
+        self._compile_ahead(*(role.rehearse for role in others))
+        peaks = [self.device.peak_of(role.rehearse) for role in others]
         self._model.kernels.agree_on_kernels(config.agree_min)
+        self._compile_ahead(prefill.rehearse, prefill.compile_shorter, decode.compile_sampling)
         peaks.append(self.device.peak_of(prefill.rehearse))
         self._tune()
         prefill.compile_shorter()
@@ -380,6 +385,17 @@ class Executor:
         sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
         log.info("%s", sizing)
         return sizing
+
+    def _compile_ahead(self, *rehearsals: Callable[[], None]) -> None:
+        """Have what they will launch compiled by several threads, at start-up; on a CPU nothing is compiled."""
+        if self.device.torch_device.type == "cpu":
+            return
+        from models.kernels.compile_ahead import compile_ahead, threads_here  # it imports Triton
+
+        with self._model.few_layers():
+            works = (partial(self.device.compute.submit, rehearse) for rehearse in rehearsals)
+            compile_ahead(works, threads=threads_here(), bind_thread=self.device.bind_thread)
+        self.device.compute.submit(self._ring.start_over)  # appends were taken back that no kernel had made
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:
         """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank."""

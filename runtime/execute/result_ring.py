@@ -113,6 +113,11 @@ class ResultRing:
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
         self.latest = None
 
+    def start_over(self) -> None:
+        """Count appends from 0 again, whatever was counted. While no step is in flight."""
+        self.appended_1.zero_()
+        self.latest = None
+
 
 def check_shapes(of: str, parts: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
     """ValueError that names those of ``parts`` whose shape is not the one beside them; None has any."""

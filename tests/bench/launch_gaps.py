@@ -38,7 +38,7 @@ def _prepared() -> None:
     """What steps with chunks share is made, and nothing is captured."""
 
     def warm_up(self: PrefillGraphs) -> None:
-        self._prepared()
+        assert self._prepared
 
     PrefillGraphs.warm_up = warm_up  # type: ignore[method-assign]
 
@@ -47,7 +47,7 @@ def _tails() -> None:
     """Their second halves are captured, and no first one."""
 
     def warm_up(self: PrefillGraphs) -> None:
-        if self._prepared():
+        if self._prepared:
             self.tails.warm_up(self._config.warm_variants)
 
     PrefillGraphs.warm_up = warm_up  # type: ignore[method-assign]

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -200,18 +201,14 @@ class PrefillGraphs:
 
         CaptureError names the bucket and the way out.
         """
-        if not self._prepared():
+        if not self._prepared:
             return
         began = time.perf_counter()
         self._device.release_unused()  # of the rehearsals before: the graphs' pool takes its place
-        buckets = self._wanted
-        largest = buckets[-1]
-        for bucket in reversed(buckets):
-            self._graphs[bucket] = self._capture(bucket)
-        if self._config.agree_min(int(self._work.splits_keys)):
-            longest = min(MOST_SPLIT_TOKENS, largest)
-            for bucket in reversed([b for b in buckets if b <= longest]):
-                self._split_graphs[bucket] = self._capture(bucket, split_keys=True)
+        largest = self._wanted[-1]
+        for bucket, split_keys in self._passes:
+            graphs = self._split_graphs if split_keys else self._graphs
+            graphs[bucket] = self._capture(bucket, split_keys)
         if self._work.proposes:
             guessed_by = map(self._work.guessed_by, self._config.warm_variants)
             self.proposals.warm_up(tuple(dict.fromkeys((GREEDY, *guessed_by))))
@@ -234,8 +231,22 @@ class PrefillGraphs:
         self._plan(self._attention, self._rows_of(bucket))
         self._graphs[bucket].replay()
 
+    def rehearsals(self) -> list[Callable[[], None]]:
+        """What is captured, uncaptured, over padding and with a layer of each kind: what compiles its kernels."""
+        return [partial(self._rehearse_pass, *one) for one in self._passes] if self._prepared else []
+
+    @cached_property
+    def _passes(self) -> list[tuple[int, bool]]:
+        """The forward passes that are captured, in that order: of how many tokens, and whether with split keys."""
+        largest_first = self._wanted[::-1]
+        passes = [(bucket, False) for bucket in largest_first]
+        if self._config.agree_min(int(self._work.splits_keys)):
+            passes += [(bucket, True) for bucket in largest_first if bucket <= MOST_SPLIT_TOKENS]
+        return passes
+
+    @cached_property
     def _prepared(self) -> bool:
-        """Make what all graphs share; False where nothing is to be captured."""
+        """Whether anything is captured. Made when it is first asked: what all graphs share."""
         buckets = self._wanted
         if not buckets:
             return False
@@ -260,38 +271,42 @@ class PrefillGraphs:
 
         self._staging.bring_attention_plans(self._work.name, planned, table.place)
 
-    def _capture(self, bucket: int, *, split_keys: bool = False) -> Graph:
-        work, attention = self._work, self._attention
-        assert attention is not None  # or warm_up() had returned
-        read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), attention)
-        lengths = self._rows_of(bucket)
-        grouped = bool(self._config.exchanges)  # some groups may decode while others have chunks, mixed or not
-        mixed, exchange_rows = self._config.mixed or grouped, bucket if grouped else 0
-
-        def forward() -> None:
-            chunks = self._staging.padded_chunks(bucket)
-            rows = len(chunks.slots_R)
-            self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
-            hidden_XN, features_XF = work.hidden(
-                chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys, captured=True
-            )
-            self._hidden_XN[: len(hidden_XN)].copy_(hidden_XN)
-            if self._features_XF is not None and features_XF is not None:
-                self._features_XF[: len(features_XF)].copy_(features_XF)
-
-        def rehearse() -> None:  # nothing is staged yet: every token is the padding slot's
-            attention.plan(*lengths)
-            with self._model.few_layers():
-                forward()
-
+    def _capture(self, bucket: int, split_keys: bool) -> Graph:
+        work = self._work
         try:
-            name = f"{work.name} of {bucket} tokens"
-            return self._device.capture(forward, name=name, warmup=rehearse, warmups=1)
+            return self._device.capture(
+                partial(self._pass, bucket, split_keys),
+                name=f"{work.name} of {bucket} tokens",
+                warmup=partial(self._rehearse_pass, bucket, split_keys),
+                warmups=1,
+            )
         except DeviceError as error:
             raise CaptureError(
                 f"capturing the {work.name} graph of {bucket} tokens failed: {error}. If memory ran out, lower "
                 "--memory-fraction or --max-num-batched-tokens; --no-prefill-graphs does without these graphs"
             ) from error
+
+    def _rehearse_pass(self, bucket: int, split_keys: bool) -> None:
+        """Nothing is staged yet: every token is the padding slot's."""
+        assert self._attention is not None  # or there would be no bucket
+        self._attention.plan(*self._rows_of(bucket))
+        with self._model.few_layers():
+            self._pass(bucket, split_keys)
+
+    def _pass(self, bucket: int, split_keys: bool) -> None:
+        """The forward pass of what is staged, of ``bucket`` tokens; graph-safe."""
+        read = PrefillAttention(self._page_table_BP, (bucket,), (bucket,), self._attention)
+        grouped = bool(self._config.exchanges)  # some groups may decode while others have chunks, mixed or not
+        mixed, exchange_rows = self._config.mixed or grouped, bucket if grouped else 0
+        chunks = self._staging.padded_chunks(bucket)
+        rows = len(chunks.slots_R)
+        self._page_table_BP[:rows].copy_(self._tables.gather_blocks(chunks.slots_R))
+        hidden_XN, features_XF = self._work.hidden(
+            chunks, read, exchange_rows, mixed=mixed, split_keys=split_keys, captured=True
+        )
+        self._hidden_XN[: len(hidden_XN)].copy_(hidden_XN)
+        if self._features_XF is not None and features_XF is not None:
+            self._features_XF[: len(features_XF)].copy_(features_XF)
 
     def _rows_of(self, tokens: int) -> Lengths:
         """Rows that so many tokens fill; those past the last row of the page table are left out."""

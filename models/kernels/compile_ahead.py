@@ -1,0 +1,157 @@
+"""Compiles the Triton kernels that work will launch, side by side, before the work is run for good.
+
+Knows: how to have Triton compile a launch without launching it, and what such a run leaves undone.
+Does not know: which work there is (runtime/execute/executor.py), or what any kernel does.
+
+A first start on a machine compiles a hundred kernels and more, and Triton compiles each where it is first launched,
+while everything waits. Here work runs once with every launch left out: only what it would have launched is noted, and
+threads compile that behind it. Most of a compilation is in LLVM and in processes of its own, without Python's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+except ImportError:  # no Triton, or one before 3.5: kernels are compiled one after the other
+    AsyncCompileMode = object
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 16  # tracing a kernel, a seventh of its compilation, holds Python's lock
+
+
+def threads_here() -> int:
+    """Of this process, so that those of the node's other GPUs have their cores, too."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())))
+
+
+def compile_ahead(
+    works: Iterable[Callable[[], object]], *, threads: int, bind_thread: Callable[[], object] = lambda: None
+) -> int:
+    """Run each of ``works`` without its Triton kernels, and have all of these ready to be launched; says how many.
+
+    Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an
+    index is one that exists. Results mean nothing. ``bind_thread`` is called in each of the ``threads`` first. A kernel
+    that cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile aside.
+    """
+    if AsyncCompileMode is object:
+        return 0
+    began = time.perf_counter()
+    noted = _Noted()
+    with _Ahead(noted, ignore_errors=True) as ahead:
+        try:
+            with _launching_nothing(), _Zeroed():  # type: ignore[no-untyped-call]
+                for work in works:
+                    work()
+            between = time.perf_counter()
+            noted.compile(threads, bind_thread)
+        except BaseException:
+            ahead.abandon()
+            raise
+    found, took = len(noted.kernels), (between - began, time.perf_counter() - between)
+    log.info("kernels: %d found in %.1f s, and ready behind %.1f s of %d threads", found, *took, threads)
+    return found
+
+
+class _Ahead(AsyncCompileMode):  # type: ignore[misc]
+    """Triton's own mode: each launch submits what would compile its kernel, once a kernel."""
+
+    def __init__(self, noted: _Noted, *, ignore_errors: bool) -> None:
+        super().__init__(noted, ignore_errors=ignore_errors)
+        self._noted = noted
+        self._puts: list[Callable[[Any], None]] = []  # into a kernel's cache of what is compiled
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        future = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(future)  # the next launch of the same finds it, instead of working out its key again
+        self._puts.append(finalize_fn)
+        return future
+
+    def abandon(self) -> None:
+        """What is not compiled yet shall be as if nobody had asked for it; leaving the mode waits for the others."""
+        for put in self._puts:
+            put(None)
+        for future, _ in self._noted.kernels:
+            if not future.done():
+                future.set_exception(CancelledError())
+
+
+class _Noted(Executor):
+    """Runs nothing by itself: beside work, threads that compile would take Python's lock from it again and again."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.kernels.append((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def compile(self, threads: int, bind_thread: Callable[[], object]) -> None:
+        pool = ThreadPoolExecutor(threads, "compile", initializer=bind_thread)
+        try:
+            for _ in pool.map(_compile, self.kernels):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C waits for those at work, not for all
+
+
+def _compile(noted: tuple[Future[Any], Callable[[], Any]]) -> None:
+    future, compiled = noted
+    try:
+        kernel = compiled()
+        kernel.run  # noqa: B018 - a property: it makes the launcher, C code a signature, and loads the machine code
+        future.set_result(kernel)
+    except Exception as error:
+        future.set_exception(error)
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    """Inside, each launch of this thread compiles at most, as JITFunction.warmup does, whatever was compiled before."""
+    launch, thread = JITFunction.run, threading.get_ident()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        warmup = warmup or threading.get_ident() == thread
+        return launch(self, *args, grid=grid, warmup=warmup, **options)
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tensors that would be empty are zeros."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in _EMPTY else out
+
+
+_EMPTY = frozenset(
+    (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    )
+)

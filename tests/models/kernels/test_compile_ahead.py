@@ -1,0 +1,49 @@
+"""Kernels compiled side by side before the work that launches them: what is compiled, what runs, what is left undone.
+
+Knows: what ahead_of_launches.py prints. Does not know: any kernel of a step.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.torchrun import python
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = str(tmp_path_factory.mktemp("triton"))
+    ran = python("tests.models.kernels.ahead_of_launches", TRITON_CACHE_DIR=cache)
+    told: dict[str, Any] = json.loads(ran.output.splitlines()[-1])
+    return told
+
+
+def test_every_kernel_is_compiled_once_and_none_is_launched(found: dict[str, Any]) -> None:
+    assert found["ready"] == found["asked"] == 6  # five forms of one, and the broken one
+    assert found["launched"] == 0
+    assert found["bound"] == 3
+
+
+def test_memory_that_no_kernel_filled_is_zero(found: dict[str, Any]) -> None:
+    assert found["values"][:4] == [0, 0, 0, 0]
+
+
+def test_later_launches_compile_nothing(found: dict[str, Any]) -> None:
+    assert found["asked later"] == 0
+    assert found["launched later"] == 5
+
+
+def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(found: dict[str, Any]) -> None:
+    assert found["broken"]
+
+
+def test_a_failure_of_the_work_is_raised_and_launches_are_launches_again(found: dict[str, Any]) -> None:
+    assert found["raised"] == "of the work"
+    assert found["launched last"] == 6
+
+
+def test_without_tritons_mode_nothing_is_run(found: dict[str, Any]) -> None:
+    assert found["without the mode"] == 0
