@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 try:
     from triton import AsyncCompileMode
@@ -54,7 +54,7 @@ def compile_ahead(
     noted = _Noted()
     with _Ahead(noted, ignore_errors=True) as ahead:
         try:
-            with _launching_nothing(), _Zeroed():  # type: ignore[no-untyped-call]
+            with _launching_nothing(), _Zeroed():
                 for work in works:
                     work()
             between = time.perf_counter()
@@ -136,10 +136,10 @@ def _launching_nothing() -> Iterator[None]:
         JITFunction.run = launch
 
 
-class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tensors that would be empty are zeros."""
+class _Zeroed(TorchFunctionMode):
+    """Tensors that would be empty are zeros. (A TorchDispatchMode imports torch._dynamo: 3 s.)"""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -147,11 +147,5 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _EMPTY = frozenset(
-    (
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
-    )
+    (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 )
