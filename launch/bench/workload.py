@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from runtime.schedule.request import SamplingParams
 _IDS = (100, 150_000)  # random ids lie in [100, 150000), the protocol's range, and below the vocabulary
 _SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens; what vLLM keeps of ShareGPT
 _MAX_LINE_BYTES = 1 << 24
+OF_A_FILE = ("sharegpt", "jsonl")
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -51,11 +52,21 @@ def no_file(name: str, path: Path | None) -> str:
     return f"--dataset-name {name} needs a file: {named}"
 
 
+def check_no_file(name: str, path: Path | None, of_files: Sequence[str]) -> None:
+    """Raises UsageError where a file is given to a dataset that reads none: another one was probably meant."""
+    if path is not None and name not in of_files:
+        raise UsageError(
+            f"--dataset-path {path} is not read by --dataset-name {name}: leave it out, or type --dataset-name "
+            f"{', '.join(of_files[:-1])} or {of_files[-1]}"
+        )
+
+
 def dataset(session: Session) -> list[PromptRequest]:
     """The prompts that the command line asks for. Raises UsageError, TokenizerError or BenchError."""
     options, folder, seed = session.options, session.folder, session.config.seed
     facts = ModelConfig.from_folder(folder)
     longest = session.config.max_model_len or facts.max_length
+    check_no_file(options.dataset_name, options.dataset_path, OF_A_FILE)
     if options.dataset_name == "random":
         lengths = session.lengths
         if lengths.total > longest:

@@ -200,6 +200,10 @@ def test_throughput_over_lines_of_a_file(tmp_path: Path, capsys: pytest.CaptureF
     ("line", "words"),
     [
         ("--dataset-name jsonl", "needs a file: type --dataset-path FILE"),
+        (
+            "--dataset-path {here}",
+            "not read by --dataset-name random: leave it out, or type --dataset-name",
+        ),
         ("--input-len 250 --output-len 10", "make 260 tokens, but a request may have 256"),
         ("--dataset-name sharegpt --dataset-path {here}", "has no tokenizer.json"),
     ],

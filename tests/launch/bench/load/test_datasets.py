@@ -179,4 +179,6 @@ def test_a_file_s_prompts_are_nobody_else_s(tmp_path: Path) -> None:
         drawn("trace")
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         drawn("sharegpt", dataset_path=path)
+    with pytest.raises(UsageError, match=r"lines\.jsonl is not read by --dataset-name mixed: leave it out, or type"):
+        drawn("mixed", dataset_path=path)
     assert math.isinf(ServeOptions().request_rate[0])
