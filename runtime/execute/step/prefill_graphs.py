@@ -210,8 +210,7 @@ class PrefillGraphs:
             graphs = self._split_graphs if split_keys else self._graphs
             graphs[bucket] = self._capture(bucket, split_keys)
         if self._work.proposes:
-            guessed_by = map(self._work.guessed_by, self._config.warm_variants)
-            self.proposals.warm_up(tuple(dict.fromkeys((GREEDY, *guessed_by))))
+            self.proposals.warm_up(self._guessed_by)
         self.tails.warm_up(self._config.warm_variants)
         self._device.release_unused()  # of the rehearsals here
         self.rehearse(largest)
@@ -233,7 +232,17 @@ class PrefillGraphs:
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """What is captured, uncaptured, over padding and with a layer of each kind: what compiles its kernels."""
-        return [partial(self._rehearse_pass, *one) for one in self._passes] if self._prepared else []
+        if not self._prepared:
+            return []
+        passes = [partial(self._rehearse_pass, *one) for one in self._passes]
+        guesses = self.proposals.rehearsals(self._guessed_by) if self._work.proposes else []
+        return [*passes, *guesses, *self.tails.rehearsals(self._config.warm_variants)]
+
+    @property
+    def _guessed_by(self) -> tuple[SamplingVariant, ...]:
+        """Variants in which proposals are captured."""
+        guessed_by = map(self._work.guessed_by, self._config.warm_variants)
+        return tuple(dict.fromkeys((GREEDY, *guessed_by)))
 
     @cached_property
     def _passes(self) -> list[tuple[int, bool]]:

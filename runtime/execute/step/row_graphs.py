@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -108,29 +109,32 @@ class RowGraphs:
             graph = self._graphs[key] = self._capture(*key)
         return graph
 
+    def rehearsals(self, variants: tuple[SamplingVariant, ...]) -> list[Callable[[], None]]:
+        """What is captured, uncaptured and over padding: what compiles its kernels. Without exchanges."""
+        return [partial(self._rehearse, bucket, variant, 0) for bucket in self.row_maps for variant in variants]
+
+    def _rehearse(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> None:
+        """On padding rows only: a warm-up is real, and live slots must not advance."""
+        with self._shortened():
+            self._work(self.row_maps[bucket].new_zeros(bucket), variant, exchange_rows)
+        if self._ring is not None:
+            reported = variant.top_logprobs if variant.logprobs else None
+            self._ring.check_latest(ResultShape(bucket, self._width, reported))
+            self._ring.undo()
+
     def _capture(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> Graph:
-        rows_B = self.row_maps[bucket]
         self.counters.captured += 1
         if self._warm:
             self.counters.after_warmup += 1
             self.late[str(variant)] = self.late.get(str(variant), 0) + 1
             if self.late[str(variant)] == 1:
                 log.info("first requests with %s: their graphs are captured as they are needed", variant)
-
-        def rehearse() -> None:  # on padding rows only: a warm-up is real, and live slots must not advance
-            with self._shortened():
-                self._work(rows_B.new_zeros(bucket), variant, exchange_rows)
-            if self._ring is not None:
-                reported = variant.top_logprobs if variant.logprobs else None
-                self._ring.check_latest(ResultShape(bucket, self._width, reported))
-                self._ring.undo()
-
         try:
             with self.around_capture():
                 return self._device.capture(
-                    lambda: self._work(rows_B, variant, exchange_rows),
+                    partial(self._work, self.row_maps[bucket], variant, exchange_rows),
                     name=f"{self.name} of {bucket} rows",
-                    warmup=rehearse,
+                    warmup=partial(self._rehearse, bucket, variant, exchange_rows),
                     warmups=1,
                 )
         except DeviceError as error:

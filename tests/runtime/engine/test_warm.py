@@ -4,18 +4,22 @@ has the watchdog's patience.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import CAPTURE_SECONDS, WARM_VARIANTS, build_engine, warm_variants
 from runtime.config import EngineConfig
 from runtime.execute.device.cpu_twin import TwinDevice, TwinGraph
+from runtime.execute.executor import Executor
+from runtime.execute.result_ring import ResultRing
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
@@ -142,3 +146,38 @@ def test_every_late_capture_is_surrounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name for name, _ in found} == {"decode", "window", "tail"}
     assert [opened for _, opened in found] == [["open"]] * len(found)
     assert inside == []
+
+
+def test_rehearsals_without_kernels_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compile_ahead runs them on a GPU: nothing is appended to the results, and all of it is taken back."""
+    ran: Counter[str] = Counter()
+
+    def skipped(ring: ResultRing, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: Any = None) -> None:
+        rows, width = tokens_BW.shape
+        ring.check(rows, width, logprobs)
+
+    def ahead(executor: Executor, *rehearsals: Callable[[], None]) -> None:
+        device, ring = executor.device, executor._ring
+        with monkeypatch.context() as without, executor._model.few_layers():
+            without.setattr(ResultRing, "append", skipped)
+            for rehearse in rehearsals:
+                device.compute.submit(rehearse)
+                ran[getattr(rehearse, "func", rehearse).__qualname__] += 1
+            device.compute.synchronize()
+        undone = int(ring.appended_1)
+        device.compute.submit(ring.start_over)
+        device.compute.synchronize()
+        ran["undone"] += undone != int(ring.appended_1)
+
+    def tokens() -> dict[int, Any]:
+        proposer, rule = proposer_for(speculative_config(NGRAM)), Speculation(3, most_rows=2, mixed_percent=100)
+        with rig(rows=2, prefill_buckets=(16, 32, 72), proposer=proposer, speculation=rule) as engine:
+            requests = [request(i, range(3, 12 + i), max_tokens=9 + 9 * i, temperature=0.8, stops=()) for i in range(3)]
+            return run(engine, requests)
+
+    expected = tokens()
+    monkeypatch.setattr(Executor, "_compile_ahead", ahead)
+    assert tokens() == expected
+    assert ran["PrefillGraphs._rehearse_pass"] >= 6  # of three numbers of tokens, plain and beside windows
+    assert ran["RowGraphs._rehearse"] == 3  # tails of both, and proposals
+    assert ran["undone"] >= 2
