@@ -9,6 +9,7 @@ Run: python3 -m pytest -m gpu tests/gpu/test_deterministic_gpu.py
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.gpu.test_engine_gpu import SHAPE
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
 from tests.runtime.engine.rig import rig
 from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
+from tests.runtime.engine.test_deterministic import chains_change_no_bit
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_mixed import last_layer_for_draws
 
@@ -207,26 +209,37 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
+def gpu_rig(shape: str, **limits: Any) -> Any:
+    """An engine on the GPU, in bfloat16."""
+    device = CudaDevice(torch.device("cuda:0"))
+    if "blocks" in limits:  # same_bits.py counts in blocks of 8 tokens
+        limits["blocks"] //= 2
+    kernels = select_kernels(device.torch_device, BF16, 128, deterministic=True)
+    return rig(device=device, kernels=kernels, shape=SHAPES[shape], dtype=BF16, block_size=16, **limits)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_engines(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every condition of same_bits.py, in bfloat16, with prefill captured and eager."""
-    common: dict[str, Any] = {"shape": SHAPES[shape], "dtype": BF16, "block_size": 16}
-
-    def gpu_rig(**limits: Any) -> Any:
-        device = CudaDevice(torch.device("cuda:0"))
-        if "blocks" in limits:  # same_bits.py counts in blocks of 8 tokens
-            limits["blocks"] //= 2
-        kernels = select_kernels(device.torch_device, BF16, 128, deterministic=True)
-        return rig(device=device, kernels=kernels, **(common | limits))
-
+    over = partial(gpu_rig, shape)
     requests = questions(1, 24, longest=60)  # so long that 9 blocks do not hold eight of them
-    expected = plainly(gpu_rig, requests)
+    expected = plainly(over, requests)
     taken = last_layer_for_draws(monkeypatch)
     for number, (name, limits, counter) in enumerate(CONDITIONS):
         buckets = (16, 32, 48, 64) if number % 2 and limits.get("max_prefill_tokens", 64) == 64 else ()
-        with gpu_rig(**(limits | {"prefill_buckets": buckets})) as engine:
+        with over(**(limits | {"prefill_buckets": buckets})) as engine:
             found = answers(engine, requests)
             assert engine.counters[counter] > 0, f"{name}: nothing was tried"
         told = difference(found, expected)
         assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
     assert any(taken) == (shape != "Mamba-2")  # its last layer has nothing that draws do not need
+
+
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chains(shape: str, width: int) -> None:
+    """Guesses of which half are right, alone and beside chunks of prompts in captured steps."""
+    most = 8 + 2 * width
+    chains_change_no_bit(
+        partial(gpu_rig, shape), questions(1, 8, longest=60), width, blocks=160, prefill_buckets=(16, most)
+    )

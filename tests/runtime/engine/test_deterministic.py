@@ -5,6 +5,7 @@ Against the plainest engine, which runs one request after the other. A mutant sh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.proposer import Proposed
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
 from tests.models.tiny_delta import FAMILIES
@@ -87,27 +89,26 @@ class ChainOfKnownAnswers(KnownAnswers):
         return Proposed(self.candidates(rows_B, columns, count, 1).ids_BQC[:, :, 0])
 
 
+def chains_change_no_bit(over: Callable[..., Any], requests: Sequence[Request], width: int, **limits: Any) -> None:
+    """Of ``width`` tokens, which stand alone and beside chunks of prompts, on engines that ``over(**limits)`` makes."""
+    expected = plainly(over, requests, **limits)
+    proposer = partial(ChainOfKnownAnswers, script=script_of(requests, expected.tokens))
+    limits = {"depth": 2, "rows": 3, "blocks": 80, "max_prefill_tokens": 8 + 2 * width} | limits
+    with over(proposer=proposer, speculation=Speculation(width, mixed_percent=100), **limits) as engine:
+        found = answers(engine, requests)
+        counters = engine.counters
+    assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] / 2
+    assert counters["mixed_steps"] > 0 == counters.get("speculation_off{mixed}", 0)
+    told = difference(found, expected)
+    assert (told.flips, told.bits) == (0, 0), told
+    assert told.compared > 25
+
+
 @pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"], NEMOTRON], ids=["attention", "gated delta nets", "Mamba-2"])
 def test_chains_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
-    """Of 4 and of 16 tokens, which stand alone and beside chunks of prompts."""
-    model: dict[str, Any] = {"shape": shape, "kernels": DeterministicReferenceKernels()}
-    requests = questions(1, count=3, longest=20)
-    expected = plainly(rig, requests, **model)
-    script = script_of(requests, expected.tokens)
-    how: dict[str, Any] = {"depth": 2, "rows": 3, "blocks": 80, "proposer": partial(ChainOfKnownAnswers, script=script)}
     for width in (4, 16):
-        tokens: dict[str, Any] = {
-            "max_prefill_tokens": 8 + 2 * width,
-            "speculation": Speculation(width, mixed_percent=100),
-        }
-        with rig(**how, **tokens, **model) as engine:
-            found = answers(engine, requests)
-            counters = engine.counters
-        assert counters["spec_num_accepted_tokens"] > counters["spec_num_drafts"] / 2
-        assert counters["mixed_steps"] > 0 == counters.get("speculation_off{mixed}", 0)
-        told = difference(found, expected)
-        assert (told.flips, told.bits) == (0, 0), told
-        assert told.compared > 25
+        requests = questions(1, count=3, longest=20)
+        chains_change_no_bit(rig, requests, width, shape=shape, kernels=DeterministicReferenceKernels())
 
 
 def test_two_ranks_against_themselves() -> None:
