@@ -76,6 +76,7 @@ def build_engine(
     kernel_cache: Path | None = None,
     flashinfer: FlashInferSwitches = NO_SWITCHES,
     progress: Progress | None = None,
+    compiling: Progress | None = None,
     on_timing: Callable[[StepTiming], None] | None = None,
     watchdog: Watchdog | None = None,
 ) -> Engine:
@@ -84,7 +85,8 @@ def build_engine(
     ``collectives``: of this rank's tensor-parallel group. ``exchange``: with the other groups, where
     ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
     what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
-    ``flashinfer``: what FlashInfer's environment variables say.
+    ``flashinfer``: what FlashInfer's environment variables say. ``progress``: of tensors that are loaded;
+    ``compiling``: of kernels, each time from 0.
     ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
     ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
     what to change.
@@ -155,6 +157,7 @@ def build_engine(
             model,
             _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size),
             proposer=proposer,
+            compiling=compiling,
             on_timing=observe.on_timing if observe.timed else None,
             stage_range=around(ranges, "stage"),
             land_range=partial(around, ranges),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,8 @@ def open_engine(
                 kernel_cache=Path(config.kernel_cache).expanduser(),
                 flashinfer=flashinfer_switches(os.environ),
                 device=str(device),
-                progress=_weights_bar() if leads else None,
+                progress=_bar("weights", "tensors") if leads else None,
+                compiling=_bar("kernels", "kernels", delay=1.0) if leads else None,
                 on_timing=on_timing,
                 watchdog=watchdog,
             )
@@ -128,15 +130,19 @@ def _loading(watchdog: Watchdog | None) -> Iterator[None]:
     watchdog.announce_limit()
 
 
-def _weights_bar() -> Progress:
-    """A bar that moves with each loaded tensor; nothing where nobody watches."""
-    bar = tqdm(desc="weights", unit=" tensors", leave=False, disable=not sys.stderr.isatty())
+def _bar(what: str, unit: str, delay: float = 0.0) -> Progress:
+    """A bar, ``delay`` seconds after something began, whenever something does; nothing where nobody watches."""
+    bar: tqdm[Any] | None = None
 
     def show(done: int, total: int) -> None:
-        bar.total = total
+        nonlocal bar
+        if bar is None:
+            watched = sys.stderr.isatty()
+            bar = tqdm(desc=what, unit=f" {unit}", total=total, leave=False, delay=delay, disable=not watched)
         bar.update(done - bar.n)
         if done == total:
             bar.close()
+            bar = None
 
     return show
 

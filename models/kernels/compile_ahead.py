@@ -40,13 +40,18 @@ def threads_here() -> int:
 
 
 def compile_ahead(
-    works: Iterable[Callable[[], object]], *, threads: int, bind_thread: Callable[[], object] = lambda: None
+    works: Iterable[Callable[[], object]],
+    *,
+    threads: int,
+    bind_thread: Callable[[], object] = lambda: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Run each of ``works`` without its Triton kernels, and have all of these ready to be launched; says how many.
 
     Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an
-    index is one that exists. Results mean nothing. ``bind_thread`` is called in each of the ``threads`` first. A kernel
-    that cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile aside.
+    index is one that exists. Results mean nothing. ``bind_thread`` is called in each of the ``threads`` first,
+    ``progress`` with the kernels that are ready and all of them. A kernel that cannot be compiled is left to its
+    launch, which raises. 0 where Triton cannot compile aside.
     """
     if AsyncCompileMode is object:
         return 0
@@ -58,12 +63,12 @@ def compile_ahead(
                 for work in works:
                     work()
             between = time.perf_counter()
-            noted.compile(threads, bind_thread)
+            noted.compile(threads, bind_thread, progress)
         except BaseException:
             ahead.abandon()
             raise
     found, took = len(noted.kernels), (between - began, time.perf_counter() - between)
-    log.info("kernels: %d found in %.1f s, and ready behind %.1f s of %d threads", found, *took, threads)
+    log.info("kernels: %d found in %.1f s, compiled or loaded in %.1f s by %d threads", found, *took, threads)
     return found
 
 
@@ -101,11 +106,14 @@ class _Noted(Executor):
         self.kernels.append((future, partial(fn, *args, **kwargs)))
         return future
 
-    def compile(self, threads: int, bind_thread: Callable[[], object]) -> None:
+    def compile(
+        self, threads: int, bind_thread: Callable[[], object], progress: Callable[[int, int], None] | None
+    ) -> None:
         pool = ThreadPoolExecutor(threads, "compile", initializer=bind_thread)
         try:
-            for _ in pool.map(_compile, self.kernels):
-                pass
+            for ready, _ in enumerate(pool.map(_compile, self.kernels), 1):
+                if progress is not None:
+                    progress(ready, len(self.kernels))
         finally:
             pool.shutdown(cancel_futures=True)  # Ctrl-C waits for those at work, not for all
 

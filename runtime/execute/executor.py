@@ -58,7 +58,8 @@ class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
     ``further_roles`` serve plans before decode and prefill are asked. With a ``proposer``, decode steps may have the
-    limits' width and the config's narrower ones, too, and the tables keep the tokens of every slot.
+    limits' width and the config's narrower ones, too, and the tables keep the tokens of every slot. ``compiling``:
+    called with the kernels that are compiled and those that are to be, several times from 0.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Executor:
         *,
         further_roles: Sequence[MakeRole] = (),
         proposer: MakeProposer | None = None,
+        compiling: Callable[[int, int], None] | None = None,
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
         land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -80,6 +82,7 @@ class Executor:
         self._config, limits = config, config.limits
         self._model = model
         self._make_proposer = proposer
+        self._compiling = compiling
         if proposer is not None:
             narrower = (partial(WindowRole.of_proposer, width=width) for width in config.narrower)
             further_roles = (*further_roles, WindowRole.of_proposer, *narrower)
@@ -394,7 +397,8 @@ class Executor:
 
         with self._model.few_layers():
             works = (partial(self.device.compute.submit, rehearse) for rehearse in rehearsals)
-            compile_ahead(works, threads=threads_here(), bind_thread=self.device.bind_thread)
+            bind = self.device.bind_thread
+            compile_ahead(works, threads=threads_here(), bind_thread=bind, progress=self._compiling)
         self.device.compute.submit(self._ring.start_over)  # appends were taken back that no kernel had made
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:

@@ -50,7 +50,14 @@ def main() -> None:
         raise ZeroDivisionError("of the work")
 
     bound: list[int] = []
-    found: dict[str, Any] = {"ready": ahead.compile_ahead([work, work], threads=3, bind_thread=lambda: bound.append(1))}
+    told: list[tuple[int, int]] = []
+    ready = ahead.compile_ahead(
+        [work, work],
+        threads=3,
+        bind_thread=lambda: bound.append(1),
+        progress=lambda done, total: told.append((done, total)),
+    )
+    found: dict[str, Any] = {"ready": ready, "told": told}
     found |= {"launched": len(driver.found), "values": values, "threads": threading.active_count(), "bound": len(bound)}
     asked = len(driver.asked)
     try:

@@ -25,6 +25,7 @@ def test_every_kernel_is_compiled_once_and_none_is_launched(found: dict[str, Any
     assert found["ready"] == found["asked"] == 6  # five forms of one, and the broken one
     assert found["launched"] == 0
     assert found["bound"] == 3
+    assert found["told"] == [[ready, 6] for ready in range(1, 7)]
 
 
 def test_memory_that_no_kernel_filled_is_zero(found: dict[str, Any]) -> None:
