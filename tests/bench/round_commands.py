@@ -1,4 +1,4 @@
-"""Commands that time rounds of speculation of Qwen3-8B's shape, and the plain steps that they are compared with.
+"""Commands that time rounds of speculation, of Qwen3-8B's shape and one of 32B's, and plain steps to compare with.
 
 Knows: the drafters, how many guesses a script keeps of each, the contexts (docs/measurements/speculation.md). Does not
 know: how many GPUs run a command, or when (measure.py).
@@ -19,11 +19,11 @@ _OPTIONS = {
 _ONE_ROW = f"{_ALONE} --input-len 1024 --max-model-len 8192 --num-iters 2"  # what is verified at once is many tokens
 
 
-def _drafted(method: str, guesses: int, tokens: float, **more: Any) -> dict[str, Any]:
+def _drafted(method: str, guesses: int, tokens: float, model: str = "qwen3-8b", **more: Any) -> dict[str, Any]:
     """``tokens``: what a round gains by the script, the bonus token included."""
     return {
         "method": method,
-        "model": f"models/shapes/qwen3-8b/{method}",
+        "model": f"models/shapes/{model}/{method}",
         "num_speculative_tokens": guesses,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": tokens,
@@ -50,9 +50,15 @@ def round_commands() -> dict[str, str]:
         for kind, config in _KINDS.items():
             length = 385 if kind in ("dflash", "tree") else 257
             given = _ONE_ROW if kind == "tree" and not context else options
-            words = f"--model qwen3-8b --load-format dummy --prefill-attention triton --num-warmups 1 {given}"
-            words += f" --output-len {129 if config is None or context else length}"
-            if config is not None:
-                words += f" --speculative-config '{json.dumps(config)}'"
-            found[f"rounds-{kind}{context}"] = words
+            found[f"rounds-{kind}{context}"] = _command(
+                "qwen3-8b", f"{given} --output-len {129 if config is None or context else length}", config
+            )
+    for kind, config in (("plain", None), ("dflash", _drafted("dflash", 15, 6.5, "qwen3-32b"))):
+        options = f"{_OPTIONS['']} --output-len {129 if config is None else 385}"
+        found[f"rounds-{kind}-32b"] = _command("qwen3-32b", options, config)
     return found
+
+
+def _command(model: str, options: str, config: dict[str, Any] | None) -> str:
+    words = f"--model {model} --load-format dummy --prefill-attention triton --num-warmups 1 {options}"
+    return words if config is None else f"{words} --speculative-config '{json.dumps(config)}'"
