@@ -52,7 +52,7 @@ def no_file(name: str, path: Path | None) -> str:
     return f"--dataset-name {name} needs a file: {named}"
 
 
-def check_no_file(name: str, path: Path | None, of_files: Sequence[str]) -> None:
+def check_file_is_read(name: str, path: Path | None, of_files: Sequence[str]) -> None:
     """Raises UsageError where a file is given to a dataset that reads none: another one was probably meant."""
     if path is not None and name not in of_files:
         raise UsageError(
@@ -66,7 +66,7 @@ def dataset(session: Session) -> list[PromptRequest]:
     options, folder, seed = session.options, session.folder, session.config.seed
     facts = ModelConfig.from_folder(folder)
     longest = session.config.max_model_len or facts.max_length
-    check_no_file(options.dataset_name, options.dataset_path, OF_A_FILE)
+    check_file_is_read(options.dataset_name, options.dataset_path, OF_A_FILE)
     if options.dataset_name == "random":
         lengths = session.lengths
         if lengths.total > longest:

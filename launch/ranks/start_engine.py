@@ -131,7 +131,7 @@ def _loading(watchdog: Watchdog | None) -> Iterator[None]:
 
 
 def _bar(what: str, unit: str, delay: float = 0.0) -> Progress:
-    """A bar, ``delay`` seconds after something began, whenever something does; nothing where nobody watches."""
+    """A progress bar on a terminal, from ``delay`` seconds on; what begins after its end has another."""
     bar: tqdm[Any] | None = None
 
     def show(done: int, total: int) -> None:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 try:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
-except ImportError:  # no Triton, or one before 3.5: kernels are compiled one after the other
+except ImportError:  # no Triton, or an older one: kernels are compiled one after the other
     AsyncCompileMode = object
 
 log = logging.getLogger(__name__)

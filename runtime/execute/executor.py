@@ -359,13 +359,16 @@ class Executor:
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
         scratch = self._parts_over(pool)
         decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
-        others = [decode, *(make(scratch) for make in further_roles)]
-        # Prefill last: the others' kernels are compiled here while its own may be on their way (agree_on_kernels).
-        self._compile_ahead(*(role.rehearse for role in others))
-        peaks = [self.device.peak_of(role.rehearse) for role in others]
+        further = [make(scratch) for make in further_roles]
+        of_rows = [decode.rehearse, *(role.rehearse for role in further if not isinstance(role, PrefillRole))]
+        of_chunks = [*(role.rehearse for role in further if isinstance(role, PrefillRole)), prefill.rehearse]
+        # Chunks last: the others' kernels are compiled here while those of prefill attention may be on their way, and
+        # no rank may use it before all have agreed which one runs.
+        self._compile_ahead(*of_rows)
+        peaks = [self.device.peak_of(rehearse) for rehearse in of_rows]
         self._model.kernels.agree_on_kernels(config.agree_min)
-        self._compile_ahead(prefill.rehearse, prefill.compile_shorter, decode.compile_sampling)
-        peaks.append(self.device.peak_of(prefill.rehearse))
+        self._compile_ahead(*of_chunks, prefill.compile_shorter, decode.compile_sampling)
+        peaks += [self.device.peak_of(rehearse) for rehearse in of_chunks]
         self._tune()
         prefill.compile_shorter()
         decode.compile_sampling()

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.bench.load.arrivals import burst_offsets
 from launch.bench.load.trace_file import read_trace
 from launch.bench.serve_options import OF_A_FILE, ServeOptions
-from launch.bench.workload import check_no_file, greedy, jsonl_prompts, no_file, sharegpt_prompts
+from launch.bench.workload import check_file_is_read, greedy, jsonl_prompts, no_file, sharegpt_prompts
 from launch.errors import UsageError
 from launch.generate.command import load_texts
 from runtime.frontend.client import PromptRequest
@@ -66,7 +66,7 @@ def load_set(
     Raises UsageError, TokenizerError or BenchError for a dataset that cannot be had, and UsageError for a request that
     is too long for the model, or is to be sampled as no engine can.
     """
-    check_no_file(options.dataset_name, options.dataset_path, OF_A_FILE)
+    check_file_is_read(options.dataset_name, options.dataset_path, OF_A_FILE)
     found = _drawn(options, count, model, folder, seed, rate)
     longest = model.max_model_len
     for number, request in enumerate(found.requests):

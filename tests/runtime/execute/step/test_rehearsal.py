@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from models.kernels.interface import Kernels
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime import build
@@ -25,6 +26,7 @@ from runtime.execute.device.protocol import Work
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.mixed_window import MixedWindowRole
+from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.row_role import RowRole
 from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_delta import FAMILIES
@@ -183,6 +185,30 @@ def test_what_windows_beside_chunks_keep_is_in_use_and_no_part_of_a_step(
     assert [width for width, _ in made] == [4, 4], "over a pool without blocks, then over the real one"
     assert made[0] == made[1]
     assert made[0][1] > 0
+
+
+def test_no_role_runs_chunks_before_ranks_agreed_on_their_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    order: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def run(one: Any, *arguments: Any) -> Any:
+            order.append(f"{type(one).__name__}.{name}")
+            return method(one, *arguments)
+
+        monkeypatch.setattr(owner, name, run)
+
+    noted(Kernels, "agree_on_kernels")
+    for role in (RowRole, PrefillRole, MixedWindowRole):
+        noted(role, "rehearse")
+    Start(tmp_path, monkeypatch, max_prefill_tokens=16, speculative_config={**NGRAM, "num_speculative_tokens": 3})
+    agreed = order.index("ReferenceKernels.agree_on_kernels")
+    assert set(order[:agreed]) == {"DecodeRole.rehearse", "WindowRole.rehearse"}
+    assert set(order[agreed + 1 :]) == {"MixedWindowRole.rehearse", "PrefillRole.rehearse"}
 
 
 def test_what_the_widest_warm_variant_holds_is_not_given_to_blocks(
