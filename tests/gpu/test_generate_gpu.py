@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from models.demo.golden import load
 
 DEMO = Path("models/demo")
-SURE = 0.5  # logit gap under which bfloat16 may choose another token than float32
+CLOSE = 0.25  # lead of a logit, in float32, under which bfloat16 may choose the other token
 
 
 def generate(ranks: int, output: Path, *options: str) -> dict[str, list[int]]:
@@ -28,14 +31,24 @@ def generate(ranks: int, output: Path, *options: str) -> dict[str, list[int]]:
     return {row["id"]: row["token_ids"] for row in rows}
 
 
-def agrees_with_golden(found: dict[str, list[int]]) -> int:
-    """Rows of golden.json that are sure enough for bfloat16 and come out the same; the others may differ."""
-    golden = json.loads((DEMO / "golden.json").read_text())
-    sure = [row for row in golden["rows"] if row["margin"] > SURE]
-    for row in sure:
-        most = min(len(row["token_ids"]), len(found[row["id"]]))
-        assert found[row["id"]][:most] == row["token_ids"][:most], row["id"]
-    return len(sure)
+def agrees_with_golden(found: dict[str, list[int]]) -> None:
+    """Most rows are those of golden.json; where another first differs, the golden token led by little in float32."""
+    rows = json.loads((DEMO / "golden.json").read_text())["rows"]
+    places = [(row, place) for row in rows if (place := first_other(found[row["id"]], row["token_ids"])) is not None]
+    assert len(places) < len(rows) / 2, [row["id"] for row, _ in places]
+    if not places:
+        return
+    model, _ = load(DEMO)
+    for row, place in places:
+        ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"][:place]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1]
+        lead = float(logits[row["token_ids"][place]] - logits[found[row["id"]][place]])
+        assert lead < CLOSE, f"{row['id']}, token {place}: another token, though the golden one led by {lead:.2f}"
+
+
+def first_other(found: list[int], expected: list[int]) -> int | None:
+    return next((i for i, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other), None)
 
 
 def equal_in_float32(ranks: int, folder: Path, *options: str) -> None:

@@ -59,7 +59,7 @@ class KnownAnswers:
         table = torch.zeros(max(script) + 1, max(map(len, script.values())), dtype=torch.int64)
         for seed, tokens in script.items():
             table[seed, : len(tokens)] = torch.tensor(tokens)
-        self._script_SL, self._one_of = table, one_of
+        self._script_SL, self._one_of = table.to(parts.device.torch_device), one_of
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         raise AssertionError("a tree grows from candidates")
@@ -67,13 +67,13 @@ class KnownAnswers:
     def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
         seeds, longest = self._script_SL.shape
         seed_B1 = columns.seed.clamp(0, seeds - 1)[:, None]
-        position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count)
+        position_BQ = columns.length.to(torch.int64)[:, None] + torch.arange(count, device=columns.length.device)
         right_BQ = self._script_SL[seed_B1, position_BQ.clamp(max=longest - 1)]
         drawn_BQ = mixed(seed_B1 * 1009 + position_BQ)
         last_BQ = self._one_of - 1 - drawn_BQ % self._one_of
         rank_BQ = torch.where(last_BQ > 4, 0, torch.where(last_BQ > 0, 1 + drawn_BQ % 2, RANKS))
-        ids_BQC = (right_BQ - rank_BQ)[:, :, None] + torch.arange(top_k)
-        shares_BQC = 1.0 + drawn_BQ[:, :, None] % 4 * torch.arange(top_k, 0, -1)
+        ids_BQC = (right_BQ - rank_BQ)[:, :, None] + torch.arange(top_k, device=right_BQ.device)
+        shares_BQC = 1.0 + drawn_BQ[:, :, None] % 4 * torch.arange(top_k, 0, -1, device=right_BQ.device)
         return Candidates(ids_BQC % VOCABULARY, (shares_BQC / shares_BQC.sum(-1, keepdim=True)).log())
 
     def observe(self, observed: Observed) -> None:
