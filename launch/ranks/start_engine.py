@@ -77,6 +77,7 @@ def open_engine(
                 agree_min=fabric.everybody.all_reduce_min,
                 share=fabric.everybody.broadcast_text,
                 kernel_cache=Path(config.kernel_cache).expanduser(),
+                on_node=(rendezvous.topology.local_rank, rendezvous.topology.local_world),
                 flashinfer=flashinfer_switches(os.environ),
                 device=str(device),
                 progress=_bar("weights", "tensors") if leads else None,

@@ -43,15 +43,18 @@ def compile_ahead(
     works: Iterable[Callable[[], object]],
     *,
     threads: int,
+    on_node: tuple[int, int] = (0, 1),
     bind_thread: Callable[[], object] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Run each of ``works`` without its Triton kernels, and have all of these ready to be launched; says how many.
 
     Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an
-    index is one that exists. Results mean nothing. ``bind_thread`` is called in each of the ``threads`` first,
-    ``progress`` with the kernels that are ready and all of them. A kernel that cannot be compiled is left to its
-    launch, which raises. 0 where Triton cannot compile aside.
+    index is one that exists. Results mean nothing. ``on_node``: the place of this process among those of its node that
+    do the same now, and their number; each begins with kernels of its own, and loads what others have compiled
+    meanwhile. ``bind_thread`` is called in each of the ``threads`` first, ``progress`` with the kernels that are ready
+    and all of them. A kernel that cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile
+    aside.
     """
     if AsyncCompileMode is object:
         return 0
@@ -63,6 +66,7 @@ def compile_ahead(
                 for work in works:
                     work()
             between = time.perf_counter()
+            noted.share(*on_node)
             noted.compile(threads, bind_thread, progress)
         except BaseException:
             ahead.abandon()
@@ -105,6 +109,13 @@ class _Noted(Executor):
         future: Future[Any] = Future()
         self.kernels.append((future, partial(fn, *args, **kwargs)))
         return future
+
+    def share(self, place: int, processes: int) -> None:
+        """Every ``processes``-th kernel first, from that at ``place``; then those of the others, which Triton's folder
+        has by then. Nobody waits for another, and a kernel that two compile at once is right twice.
+        """
+        begun = [*range(place, processes), *range(place)]
+        self.kernels = [kernel for first in begun for kernel in self.kernels[first::processes]]
 
     def compile(
         self, threads: int, bind_thread: Callable[[], object], progress: Callable[[int, int], None] | None

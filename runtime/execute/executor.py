@@ -400,8 +400,13 @@ class Executor:
 
         with self._model.few_layers():
             works = (partial(self.device.compute.submit, rehearse) for rehearse in rehearsals)
-            bind = self.device.bind_thread
-            compile_ahead(works, threads=threads_here(), bind_thread=bind, progress=self._compiling)
+            compile_ahead(
+                works,
+                threads=threads_here(),
+                on_node=self._config.on_node,
+                bind_thread=self.device.bind_thread,
+                progress=self._compiling,
+            )
         self.device.compute.submit(self._ring.start_over)  # appends were taken back that no kernel had made
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from models.kernels import compile_ahead as ahead
 from tests.models.kernels.compiling_driver import CompilingDriver
@@ -49,6 +50,10 @@ def main() -> None:
         add[(1,)](x, 64, MORE=5)
         raise ZeroDivisionError("of the work")
 
+    def many() -> None:
+        for more in range(10, 17):
+            add[(1,)](x, 64, MORE=more)
+
     bound: list[int] = []
     told: list[tuple[int, int]] = []
     ready = ahead.compile_ahead(
@@ -71,6 +76,10 @@ def main() -> None:
         found["raised"] = str(error)
     add[(1,)](x, 64, MORE=5)  # launches are launches again, and nothing is left of what was only noted
     found["launched last"] = len(driver.found)
+    compiled: list[int] = []
+    knobs.compilation.listener = lambda *, src, **rest: compiled.append(max(src.constants.values()))
+    ahead.compile_ahead([many], threads=1, on_node=(1, 3))
+    found["compiled"] = compiled
     module: Any = ahead
     module.AsyncCompileMode = object
     found["without the mode"] = ahead.compile_ahead([fails], threads=1)

@@ -1,0 +1,30 @@
+"""What an engine is told of where its rank is.
+
+Knows: what ``open_engine`` gives ``build_engine``. Does not know: any engine.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.ranks import start_engine
+from launch.ranks.rendezvous import Rendezvous
+from parallel.topology import Topology
+from runtime.config import EngineConfig
+
+
+def test_an_engine_knows_its_place_among_the_ranks_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three on the second of two nodes: kernels that are compiled are shared on a node."""
+    told: dict[str, Any] = {}
+    everybody = SimpleNamespace(all_reduce_min=int, broadcast_text=None)
+    fabric = SimpleNamespace(everybody=everybody, collectives=None, exchange=None)
+    monkeypatch.setattr(start_engine, "_control", lambda *parts: SimpleNamespace(rank=4))
+    monkeypatch.setattr(start_engine, "_watchdog", lambda *parts: None)
+    monkeypatch.setattr(start_engine, "_fabric", lambda *parts: fabric)
+    monkeypatch.setattr(start_engine, "build_engine", lambda config, **named: told.update(named))
+    topology = Topology(rank=4, world=6, local_rank=1, local_world=3, node_rank=1, nodes=2)
+    start_engine.open_engine(EngineConfig(model="m", device="cpu"), Rendezvous(topology, "plain"))
+    assert told["on_node"] == (1, 3)
