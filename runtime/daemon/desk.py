@@ -53,7 +53,8 @@ class Desk:
         self._model = engine.model_config
         config = engine.config
         self._rows = config.max_num_seqs
-        self._ahead = (config.chain_depth or 0) + (config.horizon or 0) + 2
+        # Tokens: no step in flight may have come to the old end, and each may gain a whole window.
+        self._ahead = config.width * ((config.chain_depth or 0) + (config.horizon or 0) + 2)
         self._places: list[SlotSession | None] = [None] * config.max_sessions
         self._by_engine: dict[int, SlotSession] = {}
         self._connections: list[Connection] = []

@@ -39,6 +39,7 @@ class ScriptedEngine:
         self.scheduler = Scheduler(config)
         bounds = config.limits
         self.device = FakeDevice(config.blocks, bounds.block_size, bounds.slots, bounds.max_blocks)
+        windows = {"method": "ngram", "num_speculative_tokens": bounds.width - 1} if bounds.width > 1 else None
         self.config = EngineConfig(
             model="none",
             device="cpu",
@@ -46,6 +47,7 @@ class ScriptedEngine:
             max_sessions=config.max_sessions,
             chain_depth=bounds.depth,
             horizon=0,
+            speculative_config=windows,
         )
         self.model_config = ScriptedModel(max_model_len=bounds.max_model_len)
         self.stopped = False

@@ -197,6 +197,25 @@ def test_a_drain_of_as_many_as_there_are_rows_loses_no_step(depth: int, quantum:
     assert client.engine.steps == 100, "the first token comes with the prompt, each other one with one step"
 
 
+@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("quantum", [1, 8, 30])
+@pytest.mark.parametrize("width", [2, 8])
+def test_a_drain_with_windows_loses_no_step(width: int, quantum: int, depth: int) -> None:
+    """The end of a quantum moves before a window in flight can have come to it: as many steps as with one quantum."""
+
+    def steps(quantum: int) -> int:
+        engine = ScriptedEngine(widths=(width,), depth=depth, max_model_len=200, blocks=300)
+        client = Listener(engine)
+        for request in (1, 2, 3):
+            client.ask(f"REQ {request} START [{request},2,3] 100 {quantum}")
+        client.say("SCHED_DRAIN")
+        client.run_until_idle()
+        assert [client.tokens(request) for request in (1, 2, 3)] == [alone(i, (i + 1, 2, 3), 100) for i in range(3)]
+        return engine.steps
+
+    assert steps(quantum) == steps(100)
+
+
 def test_a_new_session_is_let_in_during_a_drain() -> None:
     engine = ScriptedEngine(depth=2, rows=2, slots=10, max_sessions=8, blocks=400)
     client, other = Listener(engine), None
