@@ -33,6 +33,7 @@ class ToolCallStream:
         self._buffer = ""
         self._call: _Call | None = None
         self.calls = 0  # that began
+        self._behind_call = False  # nothing but blanks came since the latest one
 
     def push(self, text: str) -> list[Delta]:
         """What can be told by now."""
@@ -69,8 +70,9 @@ class ToolCallStream:
             if at >= 0:
                 found += self._end_call(self._call, closed=True)
         else:
-            if before.strip() or (before and at < 0 and not self.calls):
+            if before.strip() or (before and at < 0 and not self._behind_call):
                 found.append({"content": before})
+                self._behind_call = False
             if at >= 0:
                 self._call = _Call(self.calls)
         return at >= 0
@@ -79,6 +81,7 @@ class ToolCallStream:
         self._call = None
         deltas = call.end(_CLOSE if closed else "")
         self.calls += call.named
+        self._behind_call = call.named
         return deltas
 
 

@@ -39,6 +39,13 @@ def test_a_call_is_found_whatever_the_pieces(seed: int) -> None:
     assert [json.loads(arguments) for _, arguments in calls] == [ARGUMENTS, ARGUMENTS]
 
 
+def test_text_behind_a_call_keeps_its_blanks() -> None:
+    stream, deltas = ToolCallStream(), []
+    for piece in (CALL, "\n", "Done", ".", "\n\n", "The", " ", "rest", "\n", CALL):
+        deltas += stream.push(piece)
+    assert merged(deltas + stream.finish())[0] == "Done.\n\nThe rest\n"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_no_call_stays_text(seed: int) -> None:
     for text in ("a < b <tool", "<tool_call>nothing</tool_call>", '<tool_call>{"name": 5}</tool_call>', "", "plain"):
