@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -130,7 +131,11 @@ def settings_of(
     model = Path(config.model)
     if not model.is_dir():
         raise UsageError(f"--model {model}: there is no such folder")
-    for flag, file in (("--chat-template", options.chat_template), ("--ssl-certfile", options.ssl_certfile)):
+    for flag, file in (
+        ("--chat-template", options.chat_template),
+        ("--ssl-certfile", options.ssl_certfile),
+        ("--ssl-keyfile", options.ssl_keyfile),
+    ):
         if file is not None and not file.is_file():
             raise UsageError(f"{flag} {file}: there is no such file")
     if Tokenizer.if_any(model) is None:
@@ -145,8 +150,12 @@ def settings_of(
             f"--host {options.host} can be reached from other machines: set --api-key-file, or type --insecure to "
             "serve everybody"
         )
-    if options.ssl_keyfile is not None and options.ssl_certfile is None:
-        raise UsageError("--ssl-keyfile is given without --ssl-certfile")
+    _check_certificate(options)
+    if options.address_file is not None:
+        try:
+            options.address_file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--address-file {options.address_file} cannot be written: {error}") from error
     try:
         release = version("lockstride")
     except PackageNotFoundError:
@@ -172,6 +181,26 @@ def settings_of(
         version=release,
         device=config.device,
     )
+
+
+def _check_certificate(options: ServeOptions) -> None:
+    """Read here as an API process will: there, the model would be loaded before it is found to be none."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise UsageError("--ssl-keyfile is given without --ssl-certfile")
+        return
+    key = "" if options.ssl_keyfile is None else f" --ssl-keyfile {options.ssl_keyfile}"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            options.ssl_certfile,
+            options.ssl_keyfile,
+            lambda: "",  # else OpenSSL asks a terminal, and waits
+        )
+    except OSError as error:  # SSLError is one
+        raise UsageError(
+            f"--ssl-certfile {options.ssl_certfile}{key} cannot be used: {error}; give a certificate and its key as "
+            "PEM, the key without a password"
+        ) from error
 
 
 def _keys(options: ServeOptions, environ: Mapping[str, str]) -> tuple[str, ...]:

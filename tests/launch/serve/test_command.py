@@ -36,6 +36,9 @@ def test_settings_travel_unchanged() -> None:
         (["--host", "::"], "--insecure"),
         (["--chat-template", "nowhere.jinja"], "no such file"),
         (["--ssl-keyfile", "pyproject.toml"], "without --ssl-certfile"),
+        (["--ssl-certfile", "pyproject.toml"], "--ssl-certfile pyproject.toml cannot be used"),
+        (["--ssl-certfile", "pyproject.toml", "--ssl-keyfile", "nowhere"], "--ssl-keyfile nowhere: there is no such"),
+        (["--address-file", "pyproject.toml/address"], "--address-file pyproject.toml/address cannot be written"),
         (["--api-key-file", "nowhere"], "cannot be read"),
         (["--api-key", "\u00e9"], "no HTTP header"),
     ],
@@ -43,6 +46,11 @@ def test_settings_travel_unchanged() -> None:
 def test_what_cannot_be_is_refused_at_once(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         settings(*words)
+
+
+def test_the_folder_of_the_address_is_made_before_anything_is_loaded(tmp_path: Path) -> None:
+    settings("--address-file", str(tmp_path / "new" / "address"))
+    assert (tmp_path / "new").is_dir()
 
 
 def test_beyond_loopback_a_key_or_insecure_is_enough(tmp_path: Path) -> None:
