@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from launch.errors import UsageError
 from models.config import ModelConfigError
 from models.generation_config import FILE_NAME, read_sampling_parameters
 from runtime.config import WARM_KINDS, EngineConfig
@@ -30,10 +31,14 @@ def sampling_defaults(
 ) -> SamplingParams:
     """``given`` are fields that the command line names, None where it does not; they win over the folder's.
 
-    "none" leaves the folder's out. One log line says what was taken from there. Raises ModelConfigError for values
-    that no request may have.
+    "none" leaves the folder's out. One log line says what was taken from there. Raises UsageError or ModelConfigError
+    for values that no request may have: each request that does not say would be refused for what it did not send.
     """
     named = {name: value for name, value in given.items() if value is not None}
+    try:
+        checked_sampling(SamplingParams(**named), vocab_size=1)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise UsageError(f"--{(error.field or '').replace('_', '-')}: {error}") from error
     if generation_config == "none":
         return SamplingParams(**named)  # type: ignore[arg-type]
     of_folder = {k: v for k, v in read_sampling_parameters(folder).items() if k not in named}

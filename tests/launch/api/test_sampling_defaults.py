@@ -13,6 +13,7 @@ import torch
 
 from launch.api.sampling_defaults import sampling_defaults, warmed_for
 from launch.embed import open_engine
+from launch.errors import UsageError
 from launch.generate.command import run
 from launch.generate.options import Command
 from lockstride import EngineConfig, complete
@@ -74,6 +75,12 @@ def test_what_no_request_may_have_is_refused_by_name_of_the_file(tmp_path: Path,
     assert str(tmp_path / "generation_config.json") in str(caught.value)
     assert words in str(caught.value)
     assert sampling_defaults(tmp_path, "none", {}) == SamplingParams()
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+def test_what_no_request_may_have_is_refused_by_name_of_the_option(tmp_path: Path, generation_config: Any) -> None:
+    with pytest.raises(UsageError, match="--temperature: temperature is 5000, but must be at least 0 and at most 1000"):
+        sampling_defaults(tmp_path, generation_config, {"temperature": 5000.0, "top_k": None})
 
 
 def drawn_with(parent: Path, *options: str) -> dict[int, SamplingParams]:
