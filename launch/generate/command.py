@@ -131,6 +131,10 @@ def check_paths(model: Path, options: GenerateOptions) -> None:
         raise UsageError(f"--input {options.input}: there is no such file")
     if options.output.is_dir():
         raise UsageError(f"--output {options.output} is a folder: name a file in it")
+    if options.output.exists() and not options.output.is_file():  # reading a pipe or device back might never end
+        raise UsageError(
+            f"--output {options.output} is a pipe or a device, but what is there is read back to go on: name a file"
+        )
     if options.output.exists() and options.output.samefile(options.input):
         raise UsageError(f"--input and --output are both {options.input}: answers would overwrite the prompts")
 

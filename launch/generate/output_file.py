@@ -198,9 +198,12 @@ class ResultsFile:
 
 def _open_locked(path: Path) -> int:
     """A descriptor for appending, with the lock that keeps a second run out."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ResultsFileError(f"{path} cannot be opened for writing: {error}. Name another --output") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -267,6 +267,7 @@ def test_a_folder_without_a_tokenizer_completes_token_ids(tmp_path: Path) -> Non
         (["--model", "nowhere"], "--model nowhere"),
         (["--input", "nowhere"], "--input nowhere"),
         (["--output", "."], "folder"),
+        (["--output", "/dev/null"], "--output /dev/null is a pipe or a device"),
     ],
 )
 def test_paths_that_cannot_be_are_refused_before_anything_starts(

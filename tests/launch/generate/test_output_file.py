@@ -86,6 +86,12 @@ def test_a_file_that_is_not_an_output_is_refused_and_left_alone(tmp_path: Path, 
     assert path.read_bytes() == foreign
 
 
+def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsFileError, match=r"out\.jsonl cannot be opened for writing: .*another --output"):
+        ResultsFile(tmp_path / "file" / "out.jsonl")
+
+
 def test_a_second_run_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with ResultsFile(path) as results:
