@@ -142,7 +142,7 @@ def whole(
             row = _completion_choice(asked, index, answer, pieces[index], scores, tokenizer)
         of_prompt = whole_prompt if asked.chat else row
         if asked.token_ids:
-            row["token_ids"] = answer.token_ids
+            row["token_ids"] = [] if asked.hidden else answer.token_ids
             of_prompt["prompt_token_ids"] = asked.prompt_of(index).token_ids
         if asked.scored_prompt:
             of_prompt["prompt_logprobs"] = response_logprobs.of_prompt(scores, tokenizer)

@@ -67,7 +67,8 @@ def undecodable(error: Exception) -> ApiError:
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     if isinstance(error, UnicodeDecodeError):
-        return bad_request(f"the body is not UTF-8: {error.reason} at byte {error.start}")
+        wrong = error.object[error.start]  # its place is known within one text only, not within the body
+        return bad_request(f"the body is not UTF-8: {error.reason} (byte 0x{wrong:02x})")
     text = str(error)
     found = _AT.search(text)
     path = found.group(1).lstrip(".") if found else ""

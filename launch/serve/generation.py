@@ -177,7 +177,7 @@ class Generation:
         ended = answer.reason is not None
         usage = usage_of(self._asked, self._answers) if self._asked.continuous_usage else None
         if self._asked.hidden:
-            pieces = [Piece(piece.token_id, "", None) for piece in pieces]
+            pieces = [Piece(-1, "", None) for _ in pieces]
         chunks = []
         for at, piece in enumerate(pieces):
             last = ended and at == len(pieces) - 1

@@ -372,6 +372,26 @@ def test_what_vllm_says_of_a_chat_s_prompt_stands_beside_the_choices() -> None:
     run(body)
 
 
+def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True, "seed": 1}
+        reply = (await client.post("/v1/completions", asked)).json
+        assert reply["usage"]["completion_tokens"] == 0
+        assert [choice["token_ids"] for choice in reply["choices"]] == [[]]
+        chunks = (await client.post("/v1/completions", {**asked, "stream": True})).events[:-1]
+        assert [chunk["choices"][0]["token_ids"] for _, chunk in chunks] == [[]]
+
+    run(body)
+
+
+def test_a_byte_that_is_not_utf_8_is_shown_and_no_place_is_made_up() -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post("/v1/completions", b'{"prompt": "\xff"}')
+        assert reply.json["error"]["message"] == "the body is not UTF-8: invalid start byte (byte 0xff)"
+
+    run(body)
+
+
 def test_an_echo_is_of_the_tokens_that_a_cut_prompt_has() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 2, "seed": 1}
