@@ -137,6 +137,14 @@ def check_paths(model: Path, options: GenerateOptions) -> None:
         )
     if options.output.exists() and options.output.samefile(options.input):
         raise UsageError(f"--input and --output are both {options.input}: answers would overwrite the prompts")
+    if options.summary is None:
+        return
+    if options.summary.is_dir():
+        raise UsageError(f"--summary {options.summary} is a folder: name a file in it")
+    try:  # now: it is written when all work is done
+        options.summary.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--summary {options.summary} cannot be written: {error}") from error
 
 
 def load_texts(model: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:

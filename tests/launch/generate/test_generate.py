@@ -268,6 +268,8 @@ def test_a_folder_without_a_tokenizer_completes_token_ids(tmp_path: Path) -> Non
         (["--input", "nowhere"], "--input nowhere"),
         (["--output", "."], "folder"),
         (["--output", "/dev/null"], "--output /dev/null is a pipe or a device"),
+        (["--summary", "."], "--summary . is a folder"),
+        (["--summary", "pyproject.toml/s.json"], "--summary pyproject.toml/s.json cannot be written"),
     ],
 )
 def test_paths_that_cannot_be_are_refused_before_anything_starts(
