@@ -68,6 +68,7 @@ def compile_ahead(
             between = time.perf_counter()
             noted.share(*on_node)
             noted.compile(threads, bind_thread, progress)
+            ahead.forget_failures()
         except BaseException:
             ahead.abandon()
             raise
@@ -82,17 +83,23 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
     def __init__(self, noted: _Noted, *, ignore_errors: bool) -> None:
         super().__init__(noted, ignore_errors=ignore_errors)
         self._noted = noted
-        self._puts: list[Callable[[Any], None]] = []  # into a kernel's cache of what is compiled
+        self._puts: list[tuple[Any, Callable[[Any], None]]] = []  # into a kernel's cache of what is compiled
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         future = super().submit(key, compile_fn, finalize_fn)
         finalize_fn(future)  # the next launch of the same finds it, instead of working out its key again
-        self._puts.append(finalize_fn)
+        self._puts.append((future, finalize_fn))
         return future
+
+    def forget_failures(self) -> None:
+        """Their launches compile again, alone: what one lacked, memory or room on a disk, may be there by then."""
+        for kernel, put in self._puts:
+            if kernel.future.exception() is not None:
+                put(None)
 
     def abandon(self) -> None:
         """What is not compiled yet shall be as if nobody had asked for it; leaving the mode waits for the others."""
-        for put in self._puts:
+        for _, put in self._puts:
             put(None)
         for future, _ in self._noted.kernels:
             if not future.done():

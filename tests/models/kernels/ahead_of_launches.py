@@ -6,14 +6,17 @@ Triton's driver is changed for good.
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia.compiler import CUDABackend
 
 from models.kernels import compile_ahead as ahead
 from tests.models.kernels.compiling_driver import CompilingDriver
@@ -76,6 +79,21 @@ def main() -> None:
         found["raised"] = str(error)
     add[(1,)](x, 64, MORE=5)  # launches are launches again, and nothing is left of what was only noted
     found["launched last"] = len(driver.found)
+    backend: Any = CUDABackend
+    assemble, failed = backend.make_cubin, False
+
+    def assemble_at_second_try(*arguments: Any, **options: Any) -> Any:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return assemble(*arguments, **options)
+
+    backend.make_cubin = assemble_at_second_try
+    ahead.compile_ahead([lambda: add[(1,)](x, 64, MORE=6)], threads=1)
+    with suppress(OSError):
+        add[(1,)](x, 64, MORE=6)
+    found |= {"failed once": failed, "launched after a failure": len(driver.found)}
     compiled: list[int] = []
     knobs.compilation.listener = lambda *, src, **rest: compiled.append(max(src.constants.values()))
     ahead.compile_ahead([many], threads=1, on_node=(1, 3))

@@ -41,6 +41,11 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_launch(found: dict[str,
     assert found["broken"]
 
 
+def test_a_compilation_that_failed_once_is_tried_again_by_the_launch(found: dict[str, Any]) -> None:
+    assert found["failed once"]
+    assert found["launched after a failure"] == 7
+
+
 def test_a_failure_of_the_work_is_raised_and_launches_are_launches_again(found: dict[str, Any]) -> None:
     assert found["raised"] == "of the work"
     assert found["launched last"] == 6
