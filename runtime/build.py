@@ -173,23 +173,30 @@ def build_engine(
     except BaseException:
         opened.close()
         raise
-    served = replace(served, widest=executor.widest)
-    schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
-    plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
-    depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
-    schedule = replace(schedule, speculation=speculation(config, executor, schedule, share))
-    clear_load(model)  # both have timed steps
-    executor.count_from_here()
-    config = replace(config, chain_depth=depth, horizon=horizon)
-    scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
-    if watchdog is not None:
-        watchdog.attend(scheduler.digest, observe.recent)
-        executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-    at_end = _at_end(load_report(config, model, split), executor, model)
-    groups, router = _groups(config, control, exchange)
-    thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
-    late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
-    return Engine(config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late)
+    try:
+        served = replace(served, widest=executor.widest)
+        schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
+        plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
+        depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
+        schedule = replace(schedule, speculation=speculation(config, executor, schedule, share))
+        clear_load(model)  # both have timed steps
+        executor.count_from_here()
+        config = replace(config, chain_depth=depth, horizon=horizon)
+        scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
+        if watchdog is not None:
+            watchdog.attend(scheduler.digest, observe.recent)
+            executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
+        at_end = _at_end(load_report(config, model, split), executor, model)
+        groups, router = _groups(config, control, exchange)
+        thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
+        late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
+        return Engine(
+            config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late
+        )
+    except BaseException:
+        if watchdog is None:  # else this process ends, and the other ranks are told before anything is waited for
+            executor.close()
+        raise
 
 
 def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
 
-from tests.runtime.engine.rig import rig
+import pytest
+
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime import build
+from runtime.config import EngineConfig
+from tests.runtime.engine.rig import rig, tiny_folder
 
 
 class Recorder(logging.Handler):
@@ -38,3 +46,21 @@ def test_signals_are_ignored_before_a_traceback_is_made() -> None:
     finally:
         logger.removeHandler(recorder)
     assert recorder.came == ["ignore signals", "log", "fail: bad"]
+
+
+def test_a_start_that_fails_behind_the_executor_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that stayed would hold the device's graphs and their memory, which the next start needs."""
+
+    def interrupted(*arguments: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "agree_depth_and_horizon", interrupted)
+    before = set(threading.enumerate())
+    config = EngineConfig(
+        model=str(tiny_folder(tmp_path)), load_format="dummy", device="cpu", max_num_seqs=2, num_blocks=40
+    )
+    with pytest.raises(KeyboardInterrupt):
+        build.build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
+    assert set(threading.enumerate()) <= before, "earlier ones may end meanwhile"
