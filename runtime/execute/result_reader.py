@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.result_ring import ResultRing, ResultShape
+from runtime.execute.result_ring import NO_APPEND, ResultRing, ResultShape
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.schedule.plan import StepResult
 
@@ -160,6 +160,7 @@ class ResultReader:
         key = index, spec.bucket, spec.width, spec.logprobs
         copy = self._copies.get(key) or self._copy_of(*key)
         self._reserved += 1
+        self._array_EX[index, 0] = NO_APPEND
         scores = self._prompt_scores.claim(spec.plan, index) if self._prompt_scores is not None else None
         return Ticket(spec, sequence, index, *self._events[index], *copy, scores)
 

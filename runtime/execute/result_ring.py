@@ -18,6 +18,8 @@ from torch import Tensor
 from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.logprobs import TokenLogprobs
 
+NO_APPEND = -1  # the stamp of an entry whose step has not appended yet
+
 
 class ResultShape(NamedTuple):
     """Of one step's results: B ``rows`` of W tokens (``width``), and ``logprobs``: n likely tokens beside each of them;
@@ -108,9 +110,11 @@ class ResultRing:
     def undo(self) -> None:
         """Take back the latest append, as after each warm-up of a step. Graph-safe.
 
-        Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve).
+        Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve). Its stamp is
+        the one that the next step's will be, so it goes, too: on the device here, at home when a step reserves it.
         """
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
+        self.buffer_EX[:, 0].index_fill_(0, self.appended_1 % self.entries, NO_APPEND)
         self.latest = None
 
     def start_over(self) -> None:

@@ -190,7 +190,7 @@ def test_an_entry_that_no_kernel_stored_is_refused(device: TwinDevice) -> None:
     steps.device.compute.submit(lambda: steps.ring.append(one[:, None], one, one))  # as torch does, on the device
     steps.device.compute.record(ticket.ready)
     steps.landing.submit(ticket)
-    with pytest.raises(ResultError, match="ring entry 1 holds append 0, step 1 is append 1"):
+    with pytest.raises(ResultError, match="ring entry 1 holds append -1, step 1 is append 1"):
         steps.landing.take(1)
 
 
@@ -304,6 +304,21 @@ def test_a_step_that_appends_nothing_is_caught(steps: Steps) -> None:
     steps.landing.submit(ticket)
     with pytest.raises(ResultError, match="step 5: result ring entry 1 holds append 1, step 5 is append 5"):
         steps.landing.take(5)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_step_that_appends_nothing_behind_a_rehearsal_is_caught(device: TwinDevice, direct: bool) -> None:
+    """The rehearsal's append, which was taken back, had the same number."""
+    steps = Steps(device, direct=direct)
+    device.compute.submit(lambda: steps._work(decode_step(9, (1,))))
+    device.compute.submit(steps.ring.undo)
+    device.compute.synchronize()
+    ticket = steps.landing.reserve(decode_step(0, (1,)))
+    device.compute.record(ticket.ready)
+    steps.landing.submit(ticket)
+    with pytest.raises(ResultError, match="step 0: result ring entry 0 holds append -1, step 0 is append 0"):
+        steps.landing.take(0)
+    steps.landing.close()
 
 
 # ---- failures and the end ----
