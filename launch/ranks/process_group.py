@@ -24,7 +24,9 @@ from launch.ranks.nccl_postmortem import record_collectives
 from launch.ranks.rendezvous import MeetingError, Rendezvous, RendezvousError
 from parallel.topology import ParallelDegrees, Topology
 
-GROUP_TIMEOUT_S = 300.0
+GROUP_TIMEOUT_S = 300.0  # for all ranks to come to a point where they meet
+# Of a collective: more than any patience of the watchdog, which knows a rank that loads from one that hangs.
+COLLECTIVE_TIMEOUT_S = 2400.0
 
 
 def local_device(rendezvous: Rendezvous, device: str) -> torch.device:
@@ -53,7 +55,7 @@ class RankGroups:
     data: dist.ProcessGroup | None
 
 
-def rank_groups(sharing: ParallelDegrees, rank: int, device: str, timeout_s: float = GROUP_TIMEOUT_S) -> RankGroups:
+def rank_groups(sharing: ParallelDegrees, rank: int, device: str) -> RankGroups:
     """Called inside ``joined``, by all ranks: each group is made by everybody, member or not, in one order."""
     world = dist.group.WORLD
     if world is None:
@@ -66,7 +68,7 @@ def rank_groups(sharing: ParallelDegrees, rank: int, device: str, timeout_s: flo
     for group_of in (sharing.tensor_group, sharing.data_group):
         for members in dict.fromkeys(map(group_of, range(sharing.world))):
             made[members] = dist.new_group(
-                list(members), timeout=timedelta(seconds=timeout_s), backend=_backend(device)
+                list(members), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), backend=_backend(device)
             )
     return RankGroups(world, made[sharing.tensor_group(rank)], made[sharing.data_group(rank)])
 
@@ -102,7 +104,7 @@ def joined(rendezvous: Rendezvous, device: str, timeout_s: float = GROUP_TIMEOUT
         store=PrefixStore("group", store),
         rank=topology.rank,
         world_size=topology.world,
-        timeout=timeout,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         device_id=place if place.type == "cuda" else None,
     )
     yield place

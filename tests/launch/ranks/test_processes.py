@@ -10,13 +10,19 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from launch.ranks.process_group import address_between_nodes, joined, local_device
+from launch.ranks import process_group
+from launch.ranks.process_group import address_between_nodes, joined, local_device, rank_groups
 from launch.ranks.rendezvous import MeetingError, Rendezvous, RendezvousError
-from parallel.topology import Topology
+from launch.ranks.start_engine import LOAD_SECONDS
+from parallel.topology import ParallelDegrees, Topology
+from runtime.build import CAPTURE_SECONDS
 from tests.launch.generate.batches import answers_of, generate, good_lines, model_folder, write_input
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +148,21 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(local_device(Rendezvous(second, "slurm"), "cuda")) == "cuda:0", "Slurm shows a task its own GPU"
     with pytest.raises(RendezvousError, match=r"local rank 1 needs GPU 1, but 1 are visible .*--device cpu"):
         local_device(Rendezvous(second, "torchrun"), "cuda")
+
+
+def test_a_collective_waits_longer_than_the_watchdog_for_a_rank_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree on the size of their caches when the slowest has loaded and compiled; who waits must not give up."""
+    timeouts: list[timedelta] = []
+    for name in ("_meet", "_all_come_to", "PrefixStore"):
+        monkeypatch.setattr(process_group, name, lambda *arguments: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: timeouts.append(options["timeout"]))
+    monkeypatch.setattr(dist, "new_group", lambda members, **options: timeouts.append(options["timeout"]))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(distributed_c10d._world, "default_pg", object())
+    with joined(Rendezvous(Topology(world=4, local_world=4), "slurm"), "cpu"):
+        rank_groups(ParallelDegrees(4, 2), 0, "cpu")
+    assert len(timeouts) == 5
+    assert min(timeouts).total_seconds() > max(LOAD_SECONDS, CAPTURE_SECONDS)
 
 
 def test_a_node_without_an_address_is_refused_at_once() -> None:
