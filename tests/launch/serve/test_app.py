@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
@@ -584,6 +585,34 @@ def test_a_rank_0_that_is_gone_is_told_to_those_who_wait() -> None:
         assert (await client.get("/health")).json["reason"] == "the engine ended: rank 0 is gone"
 
     run(body, ServedFake(pause=0.1))
+
+
+def test_what_fails_unforeseen_is_a_500_but_no_second_answer_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> NoReturn:
+        raise ZeroDivisionError
+
+    async def breaks_off(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def body(client: Client) -> None:
+        monkeypatch.setattr(client.app.metrics, "text", fails)
+        failed = await client.get("/metrics")
+        assert (failed.status, failed.error["type"]) == (500, "internal_server_error")
+        monkeypatch.setattr(client.app, "_router", breaks_off)
+        sent: list[str] = []
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message["type"])
+
+        with pytest.raises(ZeroDivisionError):
+            await client.app._answer({"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send)
+        assert sent == ["http.response.start"]
+
+    run(body)
 
 
 def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
