@@ -445,9 +445,16 @@ def test_a_full_queue_is_503_with_retry_after_and_ready_says_so() -> None:
         reply = await client.post("/v1/completions", {**asked, "n": 4})
         assert (reply.status, reply.error["code"]) == (503, "queue_full")
         assert reply.headers["retry-after"] == "1"
+        more = [asyncio.ensure_future(client.post("/v1/completions", asked)) for _ in range(4)]
+        await client.until(lambda: client.engine.stats is not None and client.engine.stats.full)
+        ready = await client.get("/ready")
+        assert (ready.status, ready.json["reason"]) == (503, "the queue is full")
         client.fake.pause = 0.0
+        assert {reply.status for reply in await asyncio.gather(*more)} <= {200, 503}
         assert {reply.status for reply in await asyncio.gather(*first)} <= {200, 503}
         await client.until(lambda: client.server.live == 0)
+        await client.until(lambda: client.engine.stats is not None and not client.engine.stats.full)
+        assert (await client.get("/ready")).status == 200
         assert (await client.post("/v1/completions", asked)).status == 200
 
     run(body, ServedFake(rows=2), max_queued=4)
