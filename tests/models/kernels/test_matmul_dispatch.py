@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.traits import H200
@@ -97,3 +100,24 @@ def test_cublas_in_place_of_an_algorithm_of_another_version_is_told_until_it_is_
     matmul.choose(shape, Blas())
     assert matmul.choice(shape) == Blas()
     assert slower(matmul) == {}
+
+
+def test_a_rank_runs_what_rank_0_measured_also_where_it_has_run_another_kernel(products: Any) -> None:
+    matmul, shape, told = products(), SHAPES[0], ChoiceTable()
+    assert matmul.choice(shape) != Blas()
+    told.put(shape, Blas())
+    assert matmul.tune_seen(None, lambda make: told.to_json()) == 0
+    assert matmul.choice(shape) == Blas()
+
+
+def test_what_a_start_measured_does_not_overrule_a_larger_bucket_of_the_table(
+    products: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    matmul, shape, cached = products(), replace(SHAPES[0], rows=24), ChoiceTable()
+    cached.put(shape, matmul.choice(shape))
+    matmul.choose(replace(shape, rows=32), Blas())
+    monkeypatch.setattr(dispatch.choice_table, "cache_file", lambda folder, device: tmp_path / "cache.json")
+    choice_table.save(tmp_path / "cache.json", cached)
+    assert matmul.choice(shape) == Blas(), "it stands in"
+    matmul.tune([], tmp_path)
+    assert matmul.choice(shape) == Blas()
