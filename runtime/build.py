@@ -74,7 +74,8 @@ def build_engine(
     exchange: TokenExchange | None = None,
     share: Callable[[Callable[[], str]], str] | None = None,
     kernel_cache: Path | None = None,
-    on_node: tuple[int, int] = (0, 1),
+    local_rank: int = 0,
+    local_world: int = 1,
     flashinfer: FlashInferSwitches = NO_SWITCHES,
     progress: Progress | None = None,
     compiling: Progress | None = None,
@@ -86,7 +87,7 @@ def build_engine(
     ``collectives``: of this rank's tensor-parallel group. ``exchange``: with the other groups, where
     ``config.data_parallel`` is more than 1. ``agree_min`` gives the least of a number over all ranks, ``share(make)``
     what ``make()`` returned on rank 0: with it, kernels are chosen by measurement, and ``kernel_cache`` remembers them.
-    ``on_node``: this rank's place among those of its node, and their number: they share what there is to compile.
+    ``local_rank`` of ``local_world``: the ranks of a node share what there is to compile.
     ``flashinfer``: what FlashInfer's environment variables say. ``progress``: of tensors that are loaded;
     ``compiling``: of kernels, each time from 0.
     ``device`` is ``cpu`` or ``cuda:N``. ``on_timing`` gets each step's device times, from the landing worker. Raises
@@ -157,7 +158,17 @@ def build_engine(
         executor = Executor(
             opened,
             model,
-            _executor_config(config, limits, agree_min, share, kernel_cache, on_node, exchange, collectives.size),
+            _executor_config(
+                config,
+                limits,
+                agree_min,
+                share,
+                kernel_cache,
+                exchange,
+                collectives.size,
+                local_rank=local_rank,
+                local_world=local_world,
+            ),
             proposer=proposer,
             compiling=compiling,
             on_timing=observe.on_timing if observe.timed else None,
@@ -264,9 +275,11 @@ def _executor_config(
     agree_min: Callable[[int], int],
     share: Callable[[Callable[[], str]], str] | None,
     kernel_cache: Path | None,
-    on_node: tuple[int, int],
     exchange: TokenExchange | None,
     ranks: int,
+    *,
+    local_rank: int = 0,
+    local_world: int = 1,
 ) -> ExecutorConfig:
     return ExecutorConfig(
         limits=limits,
@@ -276,7 +289,8 @@ def _executor_config(
         agree_min=agree_min,
         share=share,
         kernel_cache=kernel_cache,
-        on_node=on_node,
+        local_rank=local_rank,
+        local_world=local_world,
         warm_variants=warm_variants(config.warm, ranks),
         exchanges=()
         if exchange is None

@@ -43,18 +43,18 @@ def compile_ahead(
     works: Iterable[Callable[[], object]],
     *,
     threads: int,
-    on_node: tuple[int, int] = (0, 1),
+    local_rank: int = 0,
+    local_world: int = 1,
     bind_thread: Callable[[], object] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Run each of ``works`` without its Triton kernels, and have all of these ready to be launched; says how many.
 
     Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an
-    index is one that exists. Results mean nothing. ``on_node``: the place of this process among those of its node that
-    do the same now, and their number; each begins with kernels of its own, and loads what others have compiled
-    meanwhile. ``bind_thread`` is called in each of the ``threads`` first, ``progress`` with the kernels that are ready
-    and all of them. A kernel that cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile
-    aside.
+    index is one that exists. Results mean nothing. The ``local_world`` ranks of a node do the same now: each begins
+    with kernels of its own, and loads from Triton's cache what the others have compiled meanwhile. ``bind_thread`` is
+    called in each of the ``threads`` first, ``progress`` with the kernels that are ready and all of them. A kernel that
+    cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile aside.
     """
     if AsyncCompileMode is object:
         return 0
@@ -66,7 +66,7 @@ def compile_ahead(
                 for work in works:
                     work()
             between = time.perf_counter()
-            noted.share(*on_node)
+            noted.share(local_rank, local_world)
             noted.compile(threads, bind_thread, progress)
             ahead.forget_failures()
         except BaseException:
@@ -117,12 +117,12 @@ class _Noted(Executor):
         self.kernels.append((future, partial(fn, *args, **kwargs)))
         return future
 
-    def share(self, place: int, processes: int) -> None:
-        """Every ``processes``-th kernel first, from that at ``place``; then those of the others, which Triton's folder
-        has by then. Nobody waits for another, and a kernel that two compile at once is right twice.
+    def share(self, local_rank: int, local_world: int) -> None:
+        """This rank's kernels first, every ``local_world``-th; then those of the others, which Triton's cache has by
+        then. No rank waits for another, and a kernel that two compile at once is right twice.
         """
-        begun = [*range(place, processes), *range(place)]
-        self.kernels = [kernel for first in begun for kernel in self.kernels[first::processes]]
+        ranks = [*range(local_rank, local_world), *range(local_rank)]
+        self.kernels = [kernel for rank in ranks for kernel in self.kernels[rank::local_world]]
 
     def compile(
         self, threads: int, bind_thread: Callable[[], object], progress: Callable[[int, int], None] | None

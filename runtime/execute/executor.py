@@ -403,7 +403,8 @@ class Executor:
             compile_ahead(
                 works,
                 threads=threads_here(),
-                on_node=self._config.on_node,
+                local_rank=self._config.local_rank,
+                local_world=self._config.local_world,
                 bind_thread=self.device.bind_thread,
                 progress=self._compiling,
             )

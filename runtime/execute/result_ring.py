@@ -111,7 +111,8 @@ class ResultRing:
         """Take back the latest append, as after each warm-up of a step. Graph-safe.
 
         Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve). Its stamp is
-        the one that the next step's will be, so it goes, too: on the device here, at home when a step reserves it.
+        the one that the next step's will be, so it goes, too: on the device here, at home when a step reserves it. A
+        capture behind that, while the step is being launched, leaves it at home.
         """
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
         self.buffer_EX[:, 0].index_fill_(0, self.appended_1 % self.entries, NO_APPEND)

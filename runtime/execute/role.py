@@ -41,7 +41,7 @@ class ExecutorConfig:
 
     ``share(make)`` returns what ``make()`` returned on rank 0, on every rank; without it no kernel is chosen by
     measurement. ``kernel_cache``: folder in which those choices are kept.
-    ``on_node``: this rank's place among those of its node, and their number.
+    ``local_rank``, ``local_world``: this rank's number on its node, and how many run there.
     ``snapshots``: of slot state; None takes a share of the memory for caches (executor.py).
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
@@ -65,7 +65,8 @@ class ExecutorConfig:
     snapshots: int | None = 0
     share: Callable[[Callable[[], str]], str] | None = None
     kernel_cache: Path | None = None
-    on_node: tuple[int, int] = (0, 1)
+    local_rank: int = 0
+    local_world: int = 1
     slower: Mapping[str, str] = field(default_factory=dict)
 
 

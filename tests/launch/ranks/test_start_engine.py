@@ -27,4 +27,4 @@ def test_an_engine_knows_its_place_among_the_ranks_of_its_node(monkeypatch: pyte
     monkeypatch.setattr(start_engine, "build_engine", lambda config, **named: told.update(named))
     topology = Topology(rank=4, world=6, local_rank=1, local_world=3, node_rank=1, nodes=2)
     start_engine.open_engine(EngineConfig(model="m", device="cpu"), Rendezvous(topology, "plain"))
-    assert told["on_node"] == (1, 3)
+    assert (told["local_rank"], told["local_world"]) == (1, 3)

@@ -96,7 +96,7 @@ def main() -> None:
     found |= {"failed once": failed, "launched after a failure": len(driver.found)}
     compiled: list[int] = []
     knobs.compilation.listener = lambda *, src, **rest: compiled.append(max(src.constants.values()))
-    ahead.compile_ahead([many], threads=1, on_node=(1, 3))
+    ahead.compile_ahead([many], threads=1, local_rank=1, local_world=3)
     found["compiled"] = compiled
     module: Any = ahead
     module.AsyncCompileMode = object

@@ -136,5 +136,5 @@ def test_what_stands_is_counted_by_what_takes_its_place() -> None:
 def test_a_slower_exchange_between_groups_is_told_to_the_executor(slower: str | None) -> None:
     exchange = cast(Any, SimpleNamespace(slower=slower))
     config = EngineConfig(model="m", device="cpu", data_parallel=2)
-    made = _executor_config(config, config.step_limits(64, 4), int, None, None, (0, 1), exchange, 1)
+    made = _executor_config(config, config.step_limits(64, 4), int, None, None, exchange, 1)
     assert made.slower == ({} if slower is None else {"nccl_exchange": slower})
