@@ -8,7 +8,7 @@ from launch.tune.all_reduce import Times, limits_from, table
 from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
 
 KIB = 1 << 10
-# Rows of 8 KiB, 1 to 512 of them, between two to 2048: one-shot, two-shot, NCCL with the norm.
+# Rows of 8 KiB, 1 to 2048 of them, between four to 8192: one-shot, two-shot, NCCL with the norm.
 TWO = (
     (2.6, 4.1, 7.8), (2.6, 4.2, 8.0), (2.7, 4.2, 8.1), (2.9, 4.4, 8.4), (3.2, 4.6, 8.6),
     (3.5, 4.8, 9.7), (4.2, 5.3, 11.4), (5.7, 6.7, 15.2), (8.9, 8.8, 28.2), (15.5, 15.3, 33.9),
@@ -17,6 +17,7 @@ TWO = (
 FOUR = (
     (4.0, 5.0, 10.8), (4.0, 5.3, 11.6), (4.0, 5.3, 11.7), (4.3, 5.5, 11.9), (4.9, 5.7, 12.2),
     (6.1, 6.1, 12.5), (8.7, 7.0, 15.3), (14.4, 9.2, 19.2), (24.3, 13.5, 28.5), (42.4, 23.2, 41.5),
+    (78.9, 42.2, 61.8), (151.3, 82.2, 103.8), (302.2, 163.7, 186.0), (604.3, 328.1, 351.6),
 )  # fmt: skip
 
 
@@ -29,7 +30,8 @@ def test_the_times_of_h200s_give_the_limits_in_use() -> None:
     assert limits_from([*times(TWO), longest]) == SizeLimits(64 << 20, 0)
     assert SIZE_LIMITS[2] == SizeLimits(2 * longest.size, 0), "twice what was measured"
     in_use = SIZE_LIMITS[4]  # from before both took 6.1 us at 256 KiB
-    assert limits_from(times(FOUR)) == SizeLimits(2 * in_use.one_shot, in_use.two_shot)
+    assert limits_from(times(FOUR)) == SizeLimits(2 * in_use.one_shot, 64 << 20)
+    assert in_use.two_shot == 2 * (64 << 20), "twice what was measured"
 
 
 @pytest.mark.parametrize(
@@ -51,4 +53,4 @@ def test_limits_end_where_another_way_is_faster(
 def test_a_reader_sees_every_size_and_what_follows() -> None:
     told = table(times(FOUR), 4, None)
     assert "| 256 | 6.1 | 6.1 | 12.5 |" in told
-    assert told.endswith("limits before: NCCL for all; after: one-shot up to 256 KiB, two-shot up to 4096 KiB")
+    assert told.endswith("limits before: NCCL for all; after: one-shot up to 256 KiB, two-shot up to 65536 KiB")

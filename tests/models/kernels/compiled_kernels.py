@@ -344,12 +344,13 @@ def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
 
 
 def all_reduces_of_prompts(driver: CompilingDriver) -> None:
-    """Of more rows than have a program each, between two, whose buffers alone have so many; 8192 is the widest row that
-    they take in bfloat16.
+    """Of more rows than have a program each, as ranks take them whose buffers have so many: one-shot between two,
+    two-shot between four; 8192 is the widest row that they take in bfloat16.
     """
-    made = FirstRank(2).dispatch
-    for width in (2048, 4096, 8192):
-        for name, way in {"one-shot": made.one_shot, "two-shot": made.two_shot}.items():
+    for ranks, name in ((2, "one-shot"), (4, "two-shot")):
+        made = FirstRank(ranks).dispatch
+        way = made.one_shot if ranks == 2 else made.two_shot
+        for width in (2048, 4096, 8192):
             driver.where = f"{name}, {width} wide"
             x, norm = (torch.empty(*shape, dtype=torch.bfloat16, device=META) for shape in ((2048, width), (width,)))
             way(x, residual_TN=x, norm_N=norm, eps=1e-6)

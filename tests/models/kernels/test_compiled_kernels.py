@@ -160,6 +160,7 @@ def test_all_programs_that_have_several_rows_run_at_once(cache: Path) -> None:
     found = compiled(cache, "--part", "all-reduces-of-prompts")
     assert complaints(found) == []
     assert [one["constants"]["MANY"] for one in found] == [True] * 6
+    assert [one["constants"]["WORLD"] for one in found] == [2] * 3 + [4] * 3
     for one in found:
         assert one["grid"][0] <= one["programs"] * MULTIPROCESSORS, one
 

@@ -51,6 +51,7 @@ def test_there_is_memory_for_every_message_that_the_kernel_takes() -> None:
     assert not dispatch.kernel_for(torch.empty(2, ROW_BYTES // 4 + 4)), "rows that are longer"
     assert all_reduce_buffer_bytes(8) == 2 * 8 * ROWS * ROW_BYTES
     assert all_reduce_buffer_bytes(2) == 2 * 2 * 2048 * ROW_BYTES == 128 << 20
+    assert all_reduce_buffer_bytes(4) == 256 << 20
 
 
 def test_a_message_takes_the_first_way_whose_limit_it_does_not_pass() -> None:
