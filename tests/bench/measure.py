@@ -172,7 +172,7 @@ PARTS = (
     Part("exchange", 2, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
-    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py"),
+    Part("pushed", 2, 150, f"{_PYTEST} {_OF_TWO} tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("push", 2, 150, "-m tests.bench.push --out {out}/results --compile-workers 26", True),
     Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_engine_ranks_gpu.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_generate_gpu.py"),
@@ -214,6 +214,7 @@ PARTS = (
     Part("generate-tp4", 4, 280, f"{_PYTEST} -s {_OF_FOUR} tests/gpu/test_generate_gpu.py"),
     Part("experts-tests-4", 4, 180, f"{_PYTEST} {_OF_FOUR} tests/gpu/test_experts_gpu.py"),
     Part("faults-4", 4, 150, f"{_PYTEST} -s {_OF_FOUR} tests/gpu/test_faults_gpu.py"),
+    Part("pushed-4", 4, 150, f"{_PYTEST} {_OF_FOUR} tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("exchange-8", 8, 150, "-m tests.bench.exchange --out {out}/results", True),
     Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way
