@@ -52,6 +52,7 @@ _KERNEL_TESTS = " ".join(
     f"tests/gpu/test_{name}.py" for name in ("kernels", "balanced_attention", "expert_kernels", "rotation")
 )
 _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
+_OF_TWO, _OF_FOUR = (f"-m multigpu -k {ranks}-ranks" for ranks in ("two", "four"))
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
 _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
 _ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
@@ -171,12 +172,12 @@ PARTS = (
     Part("exchange", 2, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
-    Part("pushed", 2, 150, f"{_PYTEST} -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py"),
+    Part("pushed", 2, 150, f"{_PYTEST} {_OF_TWO} tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("push", 2, 150, "-m tests.bench.push --out {out}/results --compile-workers 26", True),
-    Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s -m multigpu tests/gpu/test_engine_two_gpus.py"),
-    Part("generate-tp2", 2, 280, f"{_PYTEST} -s -m multigpu tests/gpu/test_generate_gpu.py"),
+    Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_engine_ranks_gpu.py"),
+    Part("generate-tp2", 2, 280, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_generate_gpu.py"),
     Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),
-    Part("experts-tests", 2, 180, f"{_PYTEST} -m multigpu tests/gpu/test_experts_gpu.py"),
+    Part("experts-tests", 2, 180, f"{_PYTEST} {_OF_TWO} tests/gpu/test_experts_gpu.py"),
     Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
     Part("anatomy-0.6b-tp2", 2, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}", True),
     Part("anatomy-8b-tp2", 2, 130, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
@@ -192,7 +193,7 @@ PARTS = (
         f"{_GROUPS} --batch-size 32,256 --max-num-seqs 128 --decode-buckets 16,128 {_BOTH}",
         True,
     ),
-    Part("faults-nccl", 2, 200, f"{_PYTEST} -s -m multigpu tests/gpu/test_faults_gpu.py"),
+    Part("faults-nccl", 2, 200, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_faults_gpu.py"),
     Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
     Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
@@ -209,6 +210,11 @@ PARTS = (
     Part("exchange-4", 4, 120, "-m tests.bench.exchange --out {out}/results", True),
     Part("exchange-tests-4", 4, 150, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric-4", 4, 120, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
+    Part("engine-tests-tp4", 4, 150, f"{_PYTEST} -s {_OF_FOUR} tests/gpu/test_engine_ranks_gpu.py"),
+    Part("generate-tp4", 4, 280, f"{_PYTEST} -s {_OF_FOUR} tests/gpu/test_generate_gpu.py"),
+    Part("experts-tests-4", 4, 180, f"{_PYTEST} {_OF_FOUR} tests/gpu/test_experts_gpu.py"),
+    Part("faults-4", 4, 150, f"{_PYTEST} -s {_OF_FOUR} tests/gpu/test_faults_gpu.py"),
+    Part("pushed-4", 4, 150, f"{_PYTEST} {_OF_FOUR} tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("exchange-8", 8, 150, "-m tests.bench.exchange --out {out}/results", True),
     Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way

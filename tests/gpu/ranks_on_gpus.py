@@ -1,4 +1,5 @@
-"""Ranks of a test as processes, each with a GPU of its own or several on each GPU; how long such a test may be.
+"""Ranks of a test as processes, each with a GPU of its own or several on each GPU; how long such a test may be, and
+what it is called and when skipped for how many ranks.
 
 Knows: how a group of them begins and ends. Does not know: what they check (test_symmetric.py, test_exchange_gpu.py,
 test_pushed_all_reduce_gpu.py).
@@ -10,7 +11,9 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +21,20 @@ from parallel.comm.symmetric_all_reduce import SymmetricCollectives, fastest_col
 from tests.gpu.untyped import sleep
 
 RANKS = 2
+_WORDS = {2: "two-ranks", 4: "four-ranks", 8: "eight-ranks"}
+
+
+def called(ranks: int) -> str:
+    """How many ranks a test has, as its id says it: pytest -k four-ranks takes those of four."""
+    return _WORDS.get(ranks, f"{ranks}-ranks")
+
+
+def on_gpus(ranks: int, *more: Any) -> Any:
+    """Parameters of a test whose ranks have a GPU each: how many ranks, and ``more``. Where two GPUs are too few for
+    it, it is skipped."""
+    lacking = ranks > max(RANKS, torch.cuda.device_count())
+    marks = [pytest.mark.skipif(lacking, reason=f"{ranks} ranks need {ranks} GPUs")]
+    return pytest.param(ranks, *more, id="-".join([called(ranks), *map(str, more)]), marks=marks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
-"""Sparse models on two GPUs with NCCL, in every layout: token for token what one CPU rank answers, in float32.
+"""Sparse models on two GPUs, and on four where there are four, in every layout: token for token what one CPU rank
+answers, in float32.
 
-Run: python3 -m pytest -m multigpu tests/gpu/test_experts_gpu.py
+Knows: the layouts that two and four ranks allow. Does not know: what ranks of a layout hold (parallel/layers), how they
+exchange tokens (test_exchange_gpu.py).
+
+Run: python3 -m pytest -m multigpu tests/gpu/test_experts_gpu.py    # -k two-ranks, -k four-ranks: only those
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
+from tests.gpu.ranks_on_gpus import on_gpus
 from tests.runtime.engine.rig import TINY, VOCABULARY
 
 SHAPE = TINY | {
@@ -29,6 +34,21 @@ SHAPE = TINY | {
     "mlp_only_layers": [],
 }
 REQUESTS = 24
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {  # by ranks
+    2: {
+        "shared": (),
+        "expert-parallel": ("--expert-parallel",),
+        "nccl-only": ("--expert-parallel", "--no-symmetric-all-reduce"),
+        "data-parallel": ("--data-parallel-size", "2"),
+        "data-parallel-serial": ("--data-parallel-size", "2", "--chain-depth", "0"),
+    },
+    4: {
+        "shared": (),
+        "expert-parallel": ("--expert-parallel",),
+        "data-parallel": ("--data-parallel-size", "4"),
+        "data-and-tensor-parallel": ("--data-parallel-size", "2"),
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +93,15 @@ def tokens(folder: Path, name: str) -> dict[str, list[int]]:
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("shared", ()),
-        ("expert-parallel", ("--expert-parallel",)),
-        ("nccl-only", ("--expert-parallel", "--no-symmetric-all-reduce")),
-        ("data-parallel", ("--data-parallel-size", "2")),
-        ("data-parallel-serial", ("--data-parallel-size", "2", "--chain-depth", "0")),
-    ],
+    ("ranks", "layout"), [on_gpus(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
 )
-def test_two_gpus_answer_as_one_cpu(folder: Path, name: str, options: tuple[str, ...]) -> None:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
-    arguments = command(folder, name, "cuda", *options)
-    ran = subprocess.run([*start, *arguments], capture_output=True, text=True, timeout=200, env=dict(os.environ))
+def test_gpus_answer_as_one_cpu(folder: Path, ranks: int, layout: str) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    name = f"{layout}-{ranks}"
+    arguments = command(folder, name, "cuda", *LAYOUTS[ranks][layout])
+    ran = subprocess.run(
+        [*start, "-m", "launch", *arguments], capture_output=True, text=True, timeout=200, env=dict(os.environ)
+    )
     print(ran.stdout[-2000:], ran.stderr[-3000:])
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert tokens(folder, name) == tokens(folder, "expected")

@@ -1,9 +1,10 @@
-"""A rank that is killed or stopped in the middle of a decode, its peer inside an NCCL call of a captured graph.
+"""A rank that is killed or stopped in the middle of a decode, its peers inside a collective of a captured graph.
 
-The promises are those of tests/faults; what differs is that nothing on the host waits for the device, and that the rank
-that is left cannot leave its collective.
+The promises are those of tests/faults; what differs is that nothing on the host waits for the device, and that the
+ranks that are left cannot leave their collective. Either of two ranks is lost, and one of four where there are four
+GPUs.
 
-Run: python3 -m pytest -m multigpu tests/gpu/test_faults_gpu.py
+Run: python3 -m pytest -m multigpu tests/gpu/test_faults_gpu.py    # -k two-ranks, -k four-ranks: only those
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pytest
 import tests.faults.job
 from tests.faults.cases import AFTER_DEATH, AFTER_HANG, LIMIT, Case, Fault, Phase
 from tests.faults.job import ROOT, Job
+from tests.gpu.ranks_on_gpus import on_gpus
 
-RANKS = 2
+LOST = {2: (0, 1), 4: (2,)}  # of so many ranks, one at a time
 REQUESTS = 8
 MODEL = Path("models/shapes/qwen3-0.6b")
 COLD_START = 240.0  # kernels may have to be compiled first
@@ -50,14 +52,16 @@ def _options(folder: Path) -> list[str]:
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("fault", [Fault.KILL, Fault.STOP])
+@pytest.mark.parametrize(
+    ("ranks", "fault", "rank"),
+    [on_gpus(ranks, fault, rank) for ranks in LOST for fault in (Fault.KILL, Fault.STOP) for rank in LOST[ranks]],
+)
 def test_a_rank_is_lost_in_the_middle_of_a_decode(
-    fault: Fault, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, fault: Fault, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tests.faults.job, "PATIENCE", COLD_START)
     case = Case(fault, Phase.DECODE, rank)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with Job(tmp_path, str(case)) as job:
         job.environ["FAULT_LOAD_SECONDS"] = str(COLD_START)
         job.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -66,7 +70,8 @@ def test_a_rank_is_lost_in_the_middle_of_a_decode(
         job.wait_for_fault(launched)
         outcome = job.outcome(launched)
     print(
-        f"{case}: the job ended {outcome.seconds:.1f} s after the fault, the last rank {outcome.ranks_gone:.1f} s; "
+        f"{case} of {ranks} ranks: the job ended {outcome.seconds:.1f} s after the fault, "
+        f"the last rank {outcome.ranks_gone:.1f} s; "
         f"culprit {outcome.culprit}, exit code {outcome.code}, left {outcome.left}"
     )
     promised = AFTER_DEATH if fault is Fault.KILL else LIMIT + AFTER_HANG

@@ -1,4 +1,11 @@
-"""`launch generate` on GPUs: the demo model's own prompts on one GPU and, under torchrun with NCCL, on two."""
+"""`launch generate` on GPUs: the demo model's own prompts on one GPU and, under torchrun with NCCL, on two, and on four
+where there are four.
+
+Knows: how far answers may be from golden.json. Does not know: what one step of them does (test_engine_gpu.py,
+test_engine_ranks_gpu.py).
+
+Run: python3 -m pytest -m 'gpu or multigpu' tests/gpu/test_generate_gpu.py    # -k two-ranks, -k four-ranks
+"""
 
 from __future__ import annotations
 
@@ -12,8 +19,10 @@ import pytest
 import torch
 
 from models.demo.golden import load
+from tests.gpu.ranks_on_gpus import on_gpus
 
 DEMO = Path("models/demo")
+FEW_GRAPHS = ("--decode-buckets", "32", "--max-num-seqs", "32")
 CLOSE = 0.25  # lead of a logit, in float32, under which bfloat16 may choose the other token
 
 
@@ -87,11 +96,16 @@ def test_one_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.multigpu
-def test_two_gpus(tmp_path: Path) -> None:
-    options = ("--decode-buckets", "32", "--max-num-seqs", "32")
-    deep = generate(2, tmp_path / "deep.jsonl", *options)
-    serial = generate(2, tmp_path / "serial.jsonl", "--chain-depth", "0", *options)
+@pytest.mark.parametrize("ranks", [on_gpus(2), on_gpus(4)])
+def test_several_gpus(ranks: int, tmp_path: Path) -> None:
+    deep = generate(ranks, tmp_path / "deep.jsonl", *FEW_GRAPHS)
+    serial = generate(ranks, tmp_path / "serial.jsonl", "--chain-depth", "0", *FEW_GRAPHS)
     assert deep.keys() == serial.keys()
     agrees_with_golden(deep)
     print("rows that differ between depth 0 and 2:", [key for key in deep if deep[key] != serial[key]])
-    equal_in_float32(2, tmp_path, *options)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("ranks", [on_gpus(2), on_gpus(4)])
+def test_several_gpus_in_float32(ranks: int, tmp_path: Path) -> None:
+    equal_in_float32(ranks, tmp_path, *FEW_GRAPHS)

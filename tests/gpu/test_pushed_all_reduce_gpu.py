@@ -1,7 +1,10 @@
-"""Products that put their parts into the other rank's memory, and the sums behind them, on two GPUs: the same bits as
-where the sum does it, alone and in graphs, with ranks late by turns, between other exchanges.
+"""Products that put their parts into the other ranks' memory, and the sums behind them, on two GPUs, and on four where
+there are four: the same bits as where the sum does it, alone and in graphs, with ranks late by turns, between other
+exchanges.
 
-Run: python3 -m pytest -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py
+Knows: which products push, and in which orders sums come. Does not know: sums without products (test_symmetric.py).
+
+Run: python3 -m pytest -m multigpu tests/gpu/test_pushed_all_reduce_gpu.py    # -k two-ranks, -k four-ranks: only those
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
-from tests.gpu.ranks_on_gpus import OWN_GPUS, RANKS, free_port, joined, late_by_turns, leave
+from tests.gpu.ranks_on_gpus import OWN_GPUS, free_port, joined, late_by_turns, leave, on_gpus
 from tests.gpu.untyped import Stream, spawn
 
 BF16 = torch.bfloat16
 INNER, WIDTH = 2048, 4096
 EPS = 1e-6
 TURNS = 120
+MOST_ROWS = {2: 32, 4: 16}  # by ranks: of WIDTH, where sums are one-shot
 CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket each
     (Gemv(4, 512, 2, 1024), (1,)),
     (Gemv(2, 1024, 4), (3, 4)),
@@ -46,12 +50,13 @@ CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-def test_a_product_that_pushes_and_its_all_reduce_are_what_they_were() -> None:
-    spawn(_rank, args=(free_port(),), nprocs=RANKS)
+@pytest.mark.parametrize("ranks", [on_gpus(2), on_gpus(4)])
+def test_a_product_that_pushes_and_its_all_reduce_are_what_they_were(ranks: int) -> None:
+    spawn(_rank, args=(free_port(), ranks), nprocs=ranks)
 
 
-def _rank(rank: int, port: int) -> None:
-    made = joined(rank, port)
+def _rank(rank: int, port: int, ranks: int) -> None:
+    made = joined(rank, port, ranks)
     with torch.device("cuda", rank):
         layers = [Layer(made, inner, WIDTH) for inner in (INNER, 3 * INNER)]  # three: one choice splits K so
         for layer in layers:
@@ -71,10 +76,10 @@ class Layer:
     def __init__(self, made: SymmetricCollectives, inner: int, width: int) -> None:
         self.made, self.inner, self.width = made, inner, width
         self.kernels = NvidiaKernels(torch.device("cuda", made.rank), prefill="triton")
-        self.product = RowParallel(RANKS * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
+        self.product = RowParallel(made.size * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
         torch.manual_seed(made.rank)
         self.product.weight.copy_(torch.randn(width, inner) * inner**-0.5)
-        torch.manual_seed(RANKS)
+        torch.manual_seed(made.size)
         assert self.product.bias is not None
         self.product.bias.copy_(torch.randn(width))
         self.norm = torch.rand(width).to(BF16)
@@ -96,7 +101,8 @@ class Layer:
         part = self.product(x)
         assert isinstance(part, PendingAllReduce)
         choice = self.kernels.matmul.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= MAX_PUSHED_ROWS), choice
+        most = min(MAX_PUSHED_ROWS, MOST_ROWS[self.made.size])
+        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= most), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,7 +125,7 @@ class Layer:
                 assert torch.equal(found, other), f"{choice}, {rows} rows: not what an own push gives"
             total = expected if before is None else expected + before.float()
             assert float((kept.float() - total).norm() / total.norm()) < 6e-3, (choice, rows)
-            copies = [torch.empty_like(normed) for _ in range(RANKS)]
+            copies = [torch.empty_like(normed) for _ in range(self.made.size)]
             dist.all_gather(copies, normed)
             assert all(torch.equal(copy, normed) for copy in copies), f"{choice}, {rows} rows: the ranks differ"
 
@@ -134,11 +140,11 @@ def check_behind_each_other(layer: Layer) -> None:
     counts = (1, 16, 3, 32, 64, 8, 400, 7, 12, 5, 2, 33)
     given = [layer.inputs(rows, seed=number) for number, rows in enumerate(counts)]
     ones = torch.ones(300, 256, dtype=BF16)
-    for turn in late_by_turns(made.rank, RANKS, TURNS, OWN_GPUS.late):
+    for turn in late_by_turns(made.rank, made.size, TURNS, OWN_GPUS.late):
         number = turn * 5 % len(counts)
         found.append((number, layer.run(*given[number])))
         if turn % 7 == 3:
-            assert bool((made.all_reduce(ones * (turn % 16)) == RANKS * (turn % 16)).all())
+            assert bool((made.all_reduce(ones * (turn % 16)) == made.size * (turn % 16)).all())
         if turn % 11 == 5:
             layer.run_unpushed(*given[(number + 1) % len(counts)])
     expected = [layer.run_unpushed(*one) for one in given]
@@ -175,7 +181,7 @@ def check_graph(layer: Layer) -> None:
             x.copy_(layer.inputs(len(x), seed=100 * seed + number)[0])
 
     found = []
-    for turn in late_by_turns(made.rank, RANKS, TURNS, OWN_GPUS.late):
+    for turn in late_by_turns(made.rank, made.size, TURNS, OWN_GPUS.late):
         if turn % 10 == 0:
             fill(turn)
         graph.replay()

@@ -24,6 +24,7 @@ from tests.gpu.ranks_on_gpus import (
     RANKS,
     SHARED_GPUS,
     Extent,
+    called,
     free_port,
     joined,
     late_by_turns,
@@ -35,7 +36,7 @@ from tests.gpu.untyped import Stream, spawn
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", sorted({RANKS, min(8, max(RANKS, torch.cuda.device_count()))}))
+@pytest.mark.parametrize("ranks", sorted({RANKS, min(8, max(RANKS, torch.cuda.device_count()))}), ids=called)
 def test_ranks_sum_the_same(ranks: int) -> None:
     spawn(_rank, args=(free_port(), ranks), nprocs=ranks)
 

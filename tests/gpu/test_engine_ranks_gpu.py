@@ -1,8 +1,10 @@
-"""The engine on each of two GPUs: no hidden sync, one launch a step or round, and depths agree, whichever way sums go.
+"""The engine on each of two GPUs, and of four where there are four: no hidden sync, one launch a step or round, and
+depths agree, whichever way sums go.
 
-Both ranks of two_ranks.py check themselves; what they found comes back here. On a CPU the same ranks run over gloo.
+Knows: which jobs are tried, and between how many ranks. Does not know: what a rank must have found: those of
+engine_ranks.py check themselves, and what they found comes back here. On a CPU two of the same ranks run over gloo.
 
-Run: python3 -m pytest -m multigpu tests/gpu/test_engine_two_gpus.py
+Run: python3 -m pytest -m multigpu tests/gpu/test_engine_ranks_gpu.py    # -k two-ranks, -k four-ranks: only those
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.engine_ranks import BLOCK, BLOCKS, GOLDEN, LENGTH, SEED, STEADY, Found, Job, all_ranks, check_device
+from tests.gpu.ranks_on_gpus import on_gpus
 from tests.gpu.steady_steps import check_mixed
-from tests.gpu.two_ranks import BLOCK, BLOCKS, GOLDEN, LENGTH, SEED, STEADY, Found, Job, both_ranks, check_device
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.speculate.demo_acceptance import golden_rows
@@ -30,22 +33,30 @@ JOBS = {
     NCCL: Job(symmetric=False, mixed_steps=True),
 }
 
-# ---- two GPUs ----
+# ---- GPUs ----
+
+
+@pytest.fixture(scope="module", params=[on_gpus(2), on_gpus(4)])
+def ranks(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
-    """Of both ranks, by job. What they say is not captured: it tells where they were, should nobody wait for them."""
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: int
+) -> dict[str, list[Found]]:
+    """Of all ranks, by job. What they say is not captured: it tells where they were, should nobody wait for them."""
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
     with nullcontext() if capture is None else capture.global_and_fixture_disabled():
-        return both_ranks(tmp_path_factory.mktemp("ranks"), "cuda", JOBS)
+        return all_ranks(tmp_path_factory.mktemp("ranks"), "cuda", JOBS, ranks)
 
 
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("job", JOBS)
-def test_both_ranks_find_what_they_should(found: dict[str, list[Found]], job: str) -> None:
-    assert [one["rank"] for one in found[job]] == [0, 1]
+def test_all_ranks_find_what_they_should(found: dict[str, list[Found]], ranks: int, job: str) -> None:
+    assert [one["rank"] for one in found[job]] == [*range(ranks)]
 
 
 @pytest.mark.multigpu
@@ -57,7 +68,7 @@ def test_depths_agree(found: dict[str, list[Found]]) -> None:
 @pytest.mark.multigpu
 @pytest.mark.multiprocess
 def test_rounds_give_the_tokens_of_single_steps_at_either_depth(found: dict[str, list[Found]]) -> None:
-    """In float32; as many guesses are kept on both ranks, which two_ranks.py compares request by request."""
+    """In float32; as many guesses are kept on all ranks, which engine_ranks.py compares request by request."""
     for job in (ROUNDS, SERIAL_ROUNDS):
         assert found[job][0]["golden"] == golden("cuda")
 
@@ -72,7 +83,7 @@ def golden(device: str) -> list[list[int]]:
 
 @pytest.mark.multiprocess
 def test_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
-    found = both_ranks(tmp_path, "cpu", {name: JOBS[name] for name in (SYMMETRIC, ROUNDS)})
+    found = all_ranks(tmp_path, "cpu", {name: JOBS[name] for name in (SYMMETRIC, ROUNDS)}, ranks=2)
     with rig(depth=0, block_size=BLOCK, blocks=BLOCKS, max_model_len=LENGTH) as engine:
         alone = outcome(run(engine, mixture(SEED)))
     assert found[SYMMETRIC][1]["tokens"] == [[i, *tokens] for i, (tokens, _) in sorted(alone.items())]
