@@ -29,9 +29,10 @@ class SizeLimits:
 # Where one algorithm passes the next on H200s, rows of 8 KiB (docs/measurements/all-reduce.md); between 8
 # ranks by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger has.
 # Between two and between four, 64 MiB are the largest that was measured: three quarters of NCCL's time and 0.93 of it.
+# Between four, 256 KiB take as long in one shot as in two, but to a one-shot sum a matmul may push.
 SIZE_LIMITS = {
     2: SizeLimits(128 << 20, 0),
-    **dict.fromkeys((3, 4), SizeLimits(128 << 10, 128 << 20)),
+    **dict.fromkeys((3, 4), SizeLimits(256 << 10, 128 << 20)),
     **dict.fromkeys((5, 6, 7, 8), SizeLimits(128 << 10, 2 << 20)),
 }
 DTYPES = (torch.bfloat16, torch.float32)  # dtypes the kernel was tested with

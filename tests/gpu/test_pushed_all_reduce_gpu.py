@@ -30,7 +30,6 @@ BF16 = torch.bfloat16
 INNER, WIDTH = 2048, 4096
 EPS = 1e-6
 TURNS = 120
-MOST_ROWS = {2: 32, 4: 16}  # by ranks: of WIDTH, where sums are one-shot
 CASES: tuple[tuple[Choice, tuple[int, ...]], ...] = (  # with rows of one bucket each
     (Gemv(4, 512, 2, 1024), (1,)),
     (Gemv(2, 1024, 4), (3, 4)),
@@ -101,8 +100,7 @@ class Layer:
         part = self.product(x)
         assert isinstance(part, PendingAllReduce)
         choice = self.kernels.matmul.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        most = min(MAX_PUSHED_ROWS, MOST_ROWS[self.made.size])
-        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= most), choice
+        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= MAX_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
