@@ -25,7 +25,7 @@ from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchReso
 from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts
+from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts, Trial
 from runtime.execute.sampling.inputs import (
     EVERY_FEATURE,
     NARROWER_FEATURES,
@@ -446,25 +446,40 @@ class Executor:
         for variant in self._config.warm_variants:
             warmed |= variant
         candidates = [EVERY_FEATURE, *(warmed | variant for variant in NARROWER_FEATURES)]
-        for candidate in candidates:
-            if self._config.agree_min(self._has_room_for(candidate)):
-                return candidate
-        return warmed
+        return next((candidate for candidate in candidates if self._has_room_for(candidate)), warmed)
 
     def _has_room_for(self, variant: SamplingVariant) -> bool:
-        """Whether the largest bucket runs in it, and its graphs could hold as much again for themselves."""
+        """Whether every rank has room for whatever may be captured late in it, of the largest bucket: a window's logits
+        are those of a decode step W times.
+
+        Its kernels are compiled ahead over the smallest bucket, which takes next to no memory: those of the sampler are
+        the same for any number of rows, and those of the layers are there."""
         if self.device.torch_device.type == "cpu":
             return True
+        buckets = self._config.decode_buckets
+        with self.tables.seen_by_padding():
+            self._compile_ahead(*self._trials(buckets[0], variant))
+            self.device.compute.synchronize()  # a stream may run its work later, and the tables are not there for long
         late_seen = variant.penalties and self.tables.seen is None
         try:
-            peak = self.device.peak_of(lambda: self.decode.try_variant(self._config.decode_buckets[-1], variant))
-            return peak <= self.device.memory_info().free
-        except torch.OutOfMemoryError:
-            return False
+            # Agreed behind each: a rank that failed would leave out exchanges that the others wait in.
+            return all(self._config.agree_min(self._holds(trial)) for trial in self._trials(buckets[-1], variant))
         finally:
             if late_seen:
                 self.tables.drop_seen()
             self.device.release_unused()
+
+    def _trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
+        """Of every role, the same on all ranks."""
+        return [trial for role in self._roles.values() for trial in role.trials(bucket, variant)]
+
+    def _holds(self, trial: Trial) -> bool:
+        """Whether this rank can run it, and a graph of it could hold as much again for itself."""
+        try:
+            return self.device.peak_of(trial) <= self.device.memory_info().free
+        except torch.OutOfMemoryError:
+            self.device.compute.submit(self._ring.start_over)  # it may have failed behind its append
+            return False
 
     def _tune(self) -> None:
         """Choose kernels for what was rehearsed, while there is room for copies of weights."""

@@ -119,8 +119,9 @@ class ResultRing:
         self.latest = None
 
     def start_over(self) -> None:
-        """Count appends from 0 again, whatever was counted. While no step is in flight."""
+        """Count appends from 0 again, whatever was counted, and forget all stamps. While no step is in flight."""
         self.appended_1.zero_()
+        self.buffer_EX[:, 0].fill_(NO_APPEND)
         self.latest = None
 
 

@@ -115,8 +115,12 @@ class RoleParts:
         return self.model.cache_layout.has_slot_state
 
 
+Trial = Callable[[], None]  # runs what a capture would, uncaptured and over padding: nothing of it is reported or kept
+
+
 class Role(Protocol):
-    """One kind of step. ``rehearse`` and ``warm_up`` run at start-up, ``launch`` in every step that the role serves."""
+    """One kind of step. ``rehearse``, ``warm_up`` and ``trials`` are for start-up, ``launch`` for every step that the
+    role serves."""
 
     @property
     def name(self) -> str:
@@ -133,6 +137,11 @@ class Role(Protocol):
 
     def warm_up(self) -> None:
         """Capture the role's graphs. CaptureError names the graph and the option to change."""
+        ...
+
+    def trials(self, bucket: int, variant: SamplingVariant) -> Sequence[Trial]:
+        """What the role captures by (bucket, variant) as requests ask for it, once it is warm: a trial of each kind, in
+        the same order on every rank. A kind that is not here may end the job where its capture finds no memory."""
         ...
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:

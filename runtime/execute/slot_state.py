@@ -22,6 +22,8 @@ Slot 0 is the padding slot: finished always, all its blocks block 0, the trash b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -187,8 +189,8 @@ class SlotTables:
     def record_words(self) -> int:
         return self.record_dtype.itemsize // 4
 
-    def _new_seen(self) -> SeenTokens:
-        shape = (self.slots, self.vocab_size)
+    def _new_seen(self, slots: int | None = None) -> SeenTokens:
+        shape = (slots or self.slots, self.vocab_size)
         return SeenTokens(self._device.zeros(*shape, dtype=torch.int16), self._device.zeros(*shape, dtype=torch.bool))
 
     def need_seen(self) -> SeenTokens:
@@ -197,6 +199,18 @@ class SlotTables:
             self.seen = self._new_seen()
             self.late_seen_tables += 1
         return self.seen
+
+    @contextmanager
+    def seen_by_padding(self) -> Iterator[None]:
+        """Inside, tables of tokens seen that are not there yet are of the padding slot alone: those of all slots may be
+        large. For start-up, where nothing but padding runs."""
+        before = self.seen
+        if before is None:
+            self.seen = self._new_seen(slots=PADDING_SLOT + 1)
+        try:
+            yield
+        finally:
+            self.seen = before
 
     def drop_seen(self) -> None:
         """Give the tables of tokens seen back. For start-up, where a trial made them."""

@@ -7,7 +7,7 @@ other roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from models.inputs import (
 )
 from models.row_buckets import LARGE_STEP
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES, LaunchSpec
-from runtime.execute.role import RoleParts
+from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.staging import Chunks
@@ -66,6 +66,9 @@ class PrefillRole:
 
     def warm_up(self) -> None:
         self.graphs.warm_up()
+
+    def trials(self, bucket: int, variant: SamplingVariant) -> Sequence[Trial]:
+        return self.graphs.trials(bucket, variant)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         kernels = self._parts.model.kernels

@@ -36,7 +36,7 @@ from models.inputs import PlanTable, PrefillAttention, RepeatedPrefill
 from models.row_buckets import token_ladder
 from runtime.execute.device.protocol import DeviceError, Graph
 from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
-from runtime.execute.role import RoleParts
+from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
 from runtime.execute.step.row_graphs import CaptureError, RowGraphs
@@ -142,6 +142,16 @@ class PrefillGraphs:
             self._work.propose(len(rows_B), variant)
 
         return RowGraphs("proposal", self._device, propose, None, self.tails.row_maps)
+
+    def trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
+        """Of proposals and tails, which are captured as they are needed; of nothing where no step with chunks is
+        captured. Behind the warm-up: tails read what forward passes hand over."""
+        if not self.buckets:
+            return []
+        tail = self.tails.rehearsal(bucket, variant)
+        if not self._work.proposes:
+            return [tail]
+        return [self.proposals.rehearsal(bucket, self._work.guessed_by(variant)), tail]
 
     @property
     def row_graphs(self) -> list[RowGraphs]:

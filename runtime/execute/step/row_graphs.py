@@ -111,7 +111,11 @@ class RowGraphs:
 
     def rehearsals(self, variants: tuple[SamplingVariant, ...]) -> list[Callable[[], None]]:
         """What is captured, uncaptured and over padding: what compiles its kernels. Without exchanges."""
-        return [partial(self._rehearse, bucket, variant, 0) for bucket in self.row_maps for variant in variants]
+        return [self.rehearsal(bucket, variant) for bucket in self.row_maps for variant in variants]
+
+    def rehearsal(self, bucket: int, variant: SamplingVariant) -> Callable[[], None]:
+        """What the capture of one graph runs before it, to be run by itself."""
+        return partial(self._rehearse, bucket, variant, 0)
 
     def _rehearse(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> None:
         """On padding rows only: a warm-up is real, and live slots must not advance."""

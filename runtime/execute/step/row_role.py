@@ -1,18 +1,20 @@
 """What roles of kind DECODE share: a step over running rows, one captured graph a (bucket, sampling variant).
 
-Knows: how such a role is measured, warmed up and launched. Does not know: what its step computes (decode.py,
+Knows: how such a role is measured, warmed up, tried and launched. Does not know: what its step computes (decode.py,
 window.py), other roles.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
-from runtime.execute.role import RoleParts
+from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.step.row_graphs import RowGraphs
@@ -60,15 +62,26 @@ class RowRole(ABC):
             for bucket in others:
                 self.try_variant(bucket, GREEDY)
 
-    def try_variant(self, bucket: int, variant: SamplingVariant) -> None:
+    def try_variant(self, bucket: int, variant: SamplingVariant, exchange_rows: int = 0) -> None:
         """Run one step over padding, uncaptured: nothing of it is reported or kept."""
-        self.decode(torch.zeros(bucket, dtype=torch.int64, device=self._parts.device.torch_device), variant)
+        rows_B = torch.zeros(bucket, dtype=torch.int64, device=self._parts.device.torch_device)
+        self.decode(rows_B, variant, exchange_rows)
         self._parts.ring.undo()
 
-    def warm_up(self) -> None:
+    def trials(self, bucket: int, variant: SamplingVariant) -> Sequence[Trial]:
+        """The step with all layers: what those with slot state make of a window's tokens is kept to its end. Among
+        groups with the widest exchange of its graphs."""
+        widest = max(bucket * self._parts.limits.window, *self._exchanges) if self._exchanges else 0
+        return [partial(self.try_variant, bucket, variant, widest)]
+
+    @property
+    def _exchanges(self) -> tuple[int, ...]:
+        """Rows of exchanges for which there are graphs, besides a bucket's own."""
         config = self._parts.config
-        exchanges = config.exchanges if self.widens else (0,)  # none that is wider than a bucket
-        self.graphs.warm_up(config.warm_variants, exchanges, self.tokens, self._parts.limits.window)
+        return config.exchanges if self.widens else config.exchanges and (0,)  # none that is wider than a bucket
+
+    def warm_up(self) -> None:
+        self.graphs.warm_up(self._parts.config.warm_variants, self._exchanges, self.tokens, self._parts.limits.window)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()

@@ -20,7 +20,7 @@ from models.kernels.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
-from runtime.execute.role import RoleParts
+from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
 from runtime.execute.step.decode import DecodeRole
@@ -71,6 +71,9 @@ class DraftedDecode:
 
     def warm_up(self) -> None:
         self.graphs.warm_up(self._parts.config.warm_variants)
+
+    def trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
+        return [self.graphs.rehearsal(bucket, variant)]
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.steps += 1

@@ -1,37 +1,69 @@
-"""Which kinds of sampling an engine offers: all, or fewer where a trial at start-up finds no memory on some rank."""
+"""Which kinds of sampling an engine offers: all, or fewer where a trial at start-up finds no memory on some rank.
+
+Knows: the executor's search, over roles of so many tokens a row that are stand-ins. Does not know: what roles try
+(test_late_trials.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
+from runtime.execute.result_ring import NO_APPEND, ResultRing
+from runtime.execute.role import Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
+from runtime.execute.slot_state import SlotTables
+
+BUCKETS = (1, 8)
+A_ROW = 10  # bytes that a token's logits take
 
 
 class Tried:
-    """What an executor's search needs of it: a GPU on which variants that cover ``too_much`` run out of memory."""
+    """What an executor's search needs of it: a GPU on which variants that cover ``too_much`` run out of memory. Roles
+    have ``tokens`` a row; what one of their steps holds grows with them.
+
+    ``others``: what the other ranks find. ``tried``: (tokens, variant) of largest steps that ran. ``compiled``:
+    (tokens, bucket, variant) of those whose kernels were compiled ahead.
+    """
 
     _has_room_for = Executor._has_room_for
     _widest_variant = Executor._widest_variant
+    _trials = Executor._trials
+    _holds = Executor._holds
 
     def __init__(
-        self, too_much: SamplingVariant | None, *, warm: SamplingVariant = GREEDY, free: int = 100, others: int = 1
+        self,
+        too_much: SamplingVariant | None = None,
+        *,
+        warm: SamplingVariant = GREEDY,
+        free: int = 100,
+        others: Callable[[], int] = lambda: 1,
+        tokens: tuple[int, ...] = (1,),
     ) -> None:
-        self.tried: list[SamplingVariant] = []
-        self.dropped = 0
-        config = SimpleNamespace(warm_variants=(warm,), decode_buckets=(1, 8), agree_min=lambda mine: min(mine, others))
-        self._config = config
+        self.tried: list[tuple[int, SamplingVariant]] = []
+        self.compiled: list[tuple[int, int, SamplingVariant]] = []
+        self.dropped = self.started_over = self._held = 0
+        self._compiling = self._small_tables = False
+        self._config = SimpleNamespace(
+            warm_variants=(warm,), decode_buckets=BUCKETS, agree_min=lambda mine: min(mine, others())
+        )
         self._too_much = too_much
-        self.tables = SimpleNamespace(seen=None, drop_seen=self._drop)
-        self.decode = SimpleNamespace(try_variant=self._try)
+        self._ring = SimpleNamespace(start_over=self._start_over)
+        self.tables = SimpleNamespace(seen=None, drop_seen=self._drop, seen_by_padding=self._seen_by_padding)
+        self._roles = {str(W): SimpleNamespace(trials=partial(self._trials_of, W)) for W in tokens}
         self.device = SimpleNamespace(
             torch_device=torch.device("cuda"),
-            peak_of=lambda work: work() or 60,
+            compute=SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None),
+            peak_of=self._peak_of,
             memory_info=lambda: SimpleNamespace(free=free),
             release_unused=lambda: None,
         )
@@ -39,11 +71,39 @@ class Tried:
     def _drop(self) -> None:
         self.dropped += 1
 
-    def _try(self, bucket: int, variant: SamplingVariant) -> None:
-        assert bucket == 8
-        self.tried.append(variant)
+    def _start_over(self) -> None:
+        self.started_over += 1
+
+    @contextmanager
+    def _seen_by_padding(self) -> Iterator[None]:
+        self._small_tables = True
+        yield
+        self._small_tables = False
+
+    def _compile_ahead(self, *works: Trial) -> None:
+        self._compiling = True
+        for work in works:
+            work()
+        self._compiling = False
+
+    def _trials_of(self, tokens: int, bucket: int, variant: SamplingVariant) -> list[Trial]:
+        return [partial(self._try, tokens, bucket, variant)]
+
+    def _try(self, tokens: int, bucket: int, variant: SamplingVariant) -> None:
+        if self._compiling:
+            assert self._small_tables, "tables of all slots may be large"
+            self.compiled.append((tokens, bucket, variant))
+            return
+        assert not self._small_tables
+        assert bucket == BUCKETS[-1]
+        self._held = bucket * tokens * A_ROW
+        self.tried.append((tokens, variant))
         if self._too_much is not None and variant.covers(self._too_much):
             raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def _peak_of(self, work: Trial) -> int:
+        work()
+        return self._held
 
     @property
     def widest(self) -> SamplingVariant:
@@ -51,10 +111,11 @@ class Tried:
 
 
 def test_everything_is_offered_where_it_fits() -> None:
-    one = Tried(None)
+    one = Tried()
     assert one.widest == EVERY_FEATURE
-    assert one.tried == [EVERY_FEATURE]
+    assert one.tried == [(1, EVERY_FEATURE)]
     assert one.dropped == 1, "the tables that only the trial needed are given back"
+    assert one.started_over == 0
 
 
 @pytest.mark.parametrize(
@@ -66,8 +127,11 @@ def test_everything_is_offered_where_it_fits() -> None:
         (SamplingVariant(random=True), GREEDY),
     ],
 )
-def test_the_widest_that_runs_is_offered(too_much: SamplingVariant, offered: SamplingVariant) -> None:
-    assert Tried(too_much).widest == offered
+@pytest.mark.parametrize("tokens", [(1,), (4, 1)])
+def test_the_widest_that_runs_is_offered(
+    too_much: SamplingVariant, offered: SamplingVariant, tokens: tuple[int, ...]
+) -> None:
+    assert Tried(too_much, tokens=tokens, free=320).widest == offered
 
 
 def test_what_was_warmed_up_is_always_offered() -> None:
@@ -76,5 +140,61 @@ def test_what_was_warmed_up_is_always_offered() -> None:
 
 
 def test_graphs_must_have_room_beside_a_trial_and_on_every_rank() -> None:
-    assert Tried(None, free=59).widest == GREEDY
-    assert Tried(None, others=0).widest == GREEDY
+    assert Tried(free=79).widest == GREEDY
+    assert Tried(free=80).widest == EVERY_FEATURE
+    assert Tried(others=lambda: 0).widest == GREEDY
+
+
+@pytest.mark.parametrize("tokens", [(1, 4), (4, 1), (2, 1, 4)])
+def test_a_window_that_does_not_fit_is_not_offered_because_decode_does(tokens: tuple[int, ...]) -> None:
+    assert Tried(tokens=tokens, free=80).widest == GREEDY
+    assert Tried(tokens=tokens, free=319).widest == GREEDY
+    one = Tried(tokens=tokens, free=320)
+    assert one.widest == EVERY_FEATURE
+    assert one.tried == [(W, EVERY_FEATURE) for W in tokens], "each role's largest step"
+
+
+def test_every_rank_leaves_the_trials_behind_the_same_one() -> None:
+    """This one would have gone on to the second role, whose exchanges another one that failed is not in."""
+    answers = iter([1, 0, 1, 1, 1])
+    one = Tried(others=lambda: next(answers), tokens=(2, 4, 1), free=1000)
+    assert one.widest == NARROWER_FEATURES[0]
+    second = NARROWER_FEATURES[0]
+    assert one.tried == [(2, EVERY_FEATURE), (4, EVERY_FEATURE), (2, second), (4, second), (1, second)]
+
+
+def test_kernels_of_every_role_are_compiled_ahead_over_the_fewest_rows() -> None:
+    one = Tried(SamplingVariant(penalties=True), tokens=(4, 1), free=320)
+    assert one.widest == NARROWER_FEATURES[0]
+    variants = EVERY_FEATURE, NARROWER_FEATURES[0]
+    assert one.compiled == [(W, BUCKETS[0], variant) for variant in variants for W in (4, 1)]
+
+
+def test_a_trial_that_failed_behind_its_append_leaves_no_result() -> None:
+    with TwinDevice() as device:
+        ring = ResultRing(device, entries=3, rows=2, width=1)
+        one = Tried(SamplingVariant(random=True))
+        counts_B = torch.zeros(2, dtype=torch.int32)
+
+        def append(*_: object) -> None:
+            ring.append(torch.zeros(2, 1, dtype=torch.int64), counts_B, counts_B)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        one._ring = cast(Any, ring)
+        assert not cast(Any, one)._holds(append)
+        assert ring.appended_1.item() == 0
+        assert ring.latest is None
+        assert set(ring.buffer_EX[:, 0].tolist()) == {NO_APPEND}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_tables_of_tokens_seen_by_padding_are_for_a_while(at_once: bool) -> None:
+    with TwinDevice() as device:
+        tables = SlotTables(device, max_requests=5, max_blocks=2, vocab_size=7, seen_bytes=None if at_once else 0)
+        before = tables.seen
+        with tables.seen_by_padding():
+            assert len(tables.need_seen().counts) == len(tables.need_seen().prompt) == (6 if at_once else 1)
+        assert tables.seen is before
+        assert (before is not None) == at_once
+        assert tables.late_seen_tables == 0
+        assert len(tables.need_seen().counts) == 6
