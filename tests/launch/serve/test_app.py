@@ -373,6 +373,42 @@ def test_what_vllm_says_of_a_chat_s_prompt_stands_beside_the_choices() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_has_each_choice_s_prompt_in_its_first_chunk_alone(echo: bool) -> None:
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True, "n": 2, "stream": True}
+        prompts = [[5, 6], [7]]
+        first: dict[int, list[int]] = {}
+        for chunk in chunks_of(await client.post("/v1/completions", {**asked, "prompt": prompts, "echo": echo})):
+            choice = chunk["choices"][0]
+            assert ("prompt_token_ids" in choice) == (choice["index"] not in first)
+            assert "prompt_token_ids" not in chunk
+            first.setdefault(choice["index"], choice.get("prompt_token_ids", []))
+        assert first == {0: [5, 6], 1: [5, 6], 2: [7], 3: [7]}
+
+    run(body)
+
+
+@pytest.mark.parametrize("usage", [{}, {"continuous_usage_stats": True}])
+def test_a_streamed_chat_has_its_prompt_beside_the_first_chunk_of_each_choice(usage: dict[str, bool]) -> None:
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed": 1, "ignore_eos": True}
+        more = {"return_token_ids": True, "n": 2, "stream": True, "stream_options": usage}
+        begun = set()
+        for chunk in chunks_of(await client.post("/v1/chat/completions", {**asked, **more})):
+            choice = chunk["choices"][0]
+            first = choice["index"] not in begun
+            assert chunk.get("prompt_token_ids") == (TOKENIZER.encode("<user>x<a>") if first else None)
+            assert "prompt_token_ids" not in choice
+            assert ("usage" in chunk) == bool(usage)
+            begun.add(choice["index"])
+        assert begun == {0, 1}
+        plain = chunks_of(await client.post("/v1/chat/completions", {**asked, "stream": True}))
+        assert not any("prompt_token_ids" in chunk for chunk in plain)
+
+    run(body)
+
+
 def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True, "seed": 1}
