@@ -345,6 +345,21 @@ def test_tokens_are_shown_whole_and_without_the_answer_s_beginning_where_that_is
     run(body)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_text_without_characters_has_the_special_tokens_that_are_added(kind: str) -> None:
+    tokenizer = getattr(small_tokenizers, kind)()
+
+    async def body(client: Client) -> None:
+        begin = [] if kind == "byte_level" else [1]
+        for fields, ids in (({}, begin), ({"add_special_tokens": False}, [])):
+            reply = await client.post("/tokenize", {"prompt": "", **fields})
+            assert (reply.status, reply.json["count"], reply.json["tokens"]) == (200, len(ids), ids)
+        refused = await client.post("/v1/completions", {"prompt": ""})
+        assert (refused.status, refused.error["param"]) == (400, "prompt")
+
+    run(body, tokenizer=tokenizer)
+
+
 def test_a_browser_may_read_errors_too() -> None:
     async def body(client: Client) -> None:
         for path, headers, status in (
