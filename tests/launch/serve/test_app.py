@@ -360,6 +360,17 @@ def test_a_text_without_characters_has_the_special_tokens_that_are_added(kind: s
     run(body, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("wrong", [99999999, -3])
+def test_an_id_that_is_no_token_is_named_by_its_place(wrong: int) -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post("/detokenize", {"tokens": [1, wrong]})
+        assert (reply.status, reply.error["param"]) == (400, "tokens")
+        assert reply.error["message"] == f"tokens[1] is {wrong}, but the vocabulary has ids 0 to 359"
+        assert (await client.post("/detokenize", {"tokens": []})).json == {"prompt": ""}
+
+    run(body)
+
+
 def test_a_browser_may_read_errors_too() -> None:
     async def body(client: Client) -> None:
         for path, headers, status in (
