@@ -455,6 +455,46 @@ def test_a_byte_that_is_not_utf_8_is_shown_and_no_place_is_made_up() -> None:
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("path", "data", "param", "name"),
+    [
+        ("/v1/completions", rb'{"prompt": "ab\ud800"}', "prompt", "prompt is no Unicode text: character 2"),
+        ("/v1/completions", rb'{"prompt": ["a", "\udc00"]}', "prompt", "prompt[1] is no Unicode text: character 0"),
+        ("/v1/completions", rb'{"prompt": "a", "user": "\ud800\u0041"}', "user", "user is no Unicode text"),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "\uD800x"}]}', "messages",
+         "messages[0].content is no Unicode text"),
+        ("/v1/completions", rb'{"prompt": "a", "metadata": {"\ud800": 1}}', "metadata",
+         "a name in metadata is no Unicode text"),
+        ("/v1/completions", rb'{"\ud800": 1}', None, "a name in the body is no Unicode text"),
+        ("/tokenize", rb'{"prompt": "\ud800"}', "prompt", "prompt is no Unicode text"),
+        ("/tokenize", rb'{"prompt": "\ud83d\ude00", "model": "\ud83d"}', "model", "model is no Unicode text"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair_is_told_by_the_field_that_has_it(
+    path: str, data: bytes, param: str | None, name: str
+) -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post(path, data)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert reply.error["message"].startswith(name)
+        assert reply.error["message"].endswith("half of a surrogate pair")
+
+    run(body)
+
+
+def test_what_is_wrong_before_a_surrogate_is_told_first() -> None:
+    async def body(client: Client) -> None:
+        for data, words in (
+            (rb'{"prompt": 1, "user": "\ud800"}', "prompt: Expected"),
+            (rb'{"prompt": "\ud800"', "the body is no JSON"),
+            (rb'{"prompt": "a", "user": ' + b"[" * 200_000 + rb'"\ud800"', "the body is nested too deeply"),
+        ):
+            reply = await client.post("/v1/completions", data)
+            assert (reply.status, reply.error["message"][: len(words)]) == (400, words)
+
+    run(body)
+
+
 def test_an_echo_is_of_the_tokens_that_a_cut_prompt_has() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 2, "seed": 1}
