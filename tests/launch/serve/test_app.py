@@ -435,6 +435,29 @@ def test_a_streamed_chat_has_its_prompt_beside_the_first_chunk_of_each_choice(us
     run(body)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_usage_of_a_stream_is_every_answer_once_and_each_prompt_once_in_the_last_chunk(route: str, width: int) -> None:
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 7, "seed": 1, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        if route == "completions":
+            fields: dict[str, Any] = {"prompt": [[5, 6, 7, 8], [9, 10]]}
+            prompt, answers = 6, 6
+        else:
+            fields = {"messages": [{"role": "user", "content": "x"}]}
+            prompt, answers = len(TOKENIZER.encode("<user>x<a>")), 3
+        for ignore_eos in (True, False):
+            more = {"ignore_eos": ignore_eos, "return_token_ids": True}
+            *chunks, last = chunks_of(await client.post(f"/v1/{route}", {**asked, **fields, **more}))
+            assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+            generated = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
+            assert generated == 7 * answers or not ignore_eos
+            usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+            assert (last["choices"], last["usage"]) == ([], usage)
+
+    run(body, ServedFake(width=width))
+
+
 def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True, "seed": 1}
