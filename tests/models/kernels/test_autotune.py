@@ -199,6 +199,45 @@ def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
         ChoiceTable.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": "1", "chunk": 8, "warps": 4}]}',
+         "block_o of choices 'bfloat16 8x8 x8' is '1', but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": 1, "chunk": 8.0, "warps": 4}]}',
+         "chunk of choices 'bfloat16 8x8 x8' is 8.0, but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": 1, "chunk": 8, "warps": true}]}',
+         "warps of choices 'bfloat16 8x8 x8' is True, but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["cublaslt", {"algorithm": 5, "version": 1}]}',
+         "algorithm of choices 'bfloat16 8x8 x8' is 5, but must be str"),
+        ('"choices": {}, "attention": {"k": {"tma": 1, "block_n": 64, "stages": 2, "warps": 4}}',
+         "tma of attention 'k' is 1, but must be bool"),
+        ('"choices": {}, "all_reduce": {"2": {"one_shot": null, "two_shot": 0}}',
+         "one_shot of all_reduce '2' is None, but must be int"),
+        ('"choices": {}, "gpu": {"capability": [9, "0"], "multiprocessors": 1, "shared_bytes": 1}',
+         "capability of gpu is (9, '0'), but must be tuple[int, int]"),
+        ('"choices": {}, "gpu": {"capability": [9], "multiprocessors": 1, "shared_bytes": 1}',
+         "capability of gpu is (9,), but must be tuple[int, int]"),
+        ('"choices": {}, "gpu": {"capability": [9, 0], "multiprocessors": 1, "shared_bytes": 1, "memory_rate": "4e12"}',
+         "memory_rate of gpu is '4e12', but must be float"),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_is_refused_by_its_name_and_the_file_s(
+    text: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"format": 2, ' + text + "}")
+    assert choice_table.recall(path) == ChoiceTable()
+    (logged,) = caplog.messages
+    assert str(path) in logged
+    assert said in logged
+
+
+def test_a_number_without_a_fraction_is_a_float_too() -> None:
+    text = dataclasses.replace(TABLE, gpu=dataclasses.replace(H100, memory_rate=4)).to_json()
+    assert ChoiceTable.from_json(text).gpu == dataclasses.replace(H100, memory_rate=4.0)
+
+
 def test_shipped_tables_are_readable() -> None:
     shipped = list(choice_table.SHIPPED_CHOICES.glob("*.json"))
     assert shipped
