@@ -17,6 +17,7 @@ table made for powers of two means what it always meant.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -323,11 +324,16 @@ def load(path: Path) -> ChoiceTable:
 
 
 def save(path: Path, table: ChoiceTable) -> None:
-    """Writes ``table`` atomically: a reader sees the old file or the new one."""
+    """Writes ``table`` atomically: a reader sees the old file or the new one. Raises OSError, and keeps the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(table.to_json())
-    temporary.replace(path)
+    try:
+        temporary.write_text(table.to_json())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # of a full disk, too: nobody else would remove it
+        raise
 
 
 def recall(path: Path) -> ChoiceTable:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +112,26 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     choice_table.save(path, measured)
     assert choice_table.load(path) == measured
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"], "no temporary file stays behind"
+
+
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+def test_a_full_disk_leaves_the_old_table_and_no_temporary_file(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    choice_table.save(path, TABLE)
+
+    def full(file: Path, *rest: Any) -> None:
+        if step == "write_text":
+            file.write_bytes(b"{")  # as much as fits
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, full)
+        with pytest.raises(OSError, match="No space left"):
+            choice_table.save(path, ChoiceTable())
+    assert choice_table.load(path) == TABLE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_a_cache_that_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
