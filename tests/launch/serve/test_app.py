@@ -171,6 +171,30 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     run(body, ServedFake(pause=0.005))
 
 
+def test_who_leaves_before_the_scheduler_had_his_request_is_an_abort_for_the_client_alone() -> None:
+    """What waits on rank 0 for room in the scheduler is cancelled there: docs/serving.md tells the counters apart."""
+
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": PROMPT, "max_tokens": 50, "seed": 1, "ignore_eos": True}).encode()
+        running = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}))
+        await client.until(lambda: len(client.fake.added) == 1)
+        client.fake.hold.set()
+        await client.until(client.fake.held.is_set)  # in a step: what comes now waits on rank 0
+        gone = asyncio.Event()
+        leaving = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone))
+        await client.until(lambda: client.engine.live == 2)
+        gone.set()
+        await leaving
+        client.fake.hold.clear()
+        assert (await running).status == 200
+        await client.until(lambda: client.server.live == 0)
+        assert client.fake.ended == [FinishReason.LENGTH]
+        finished = client.app.metrics.all().finished
+        assert {reason: count for reason, count in finished.items() if count} == {"length": 1, "abort": 1}
+
+    run(body, ServedFake(pause=0.005))
+
+
 LACKING: list[tuple[str, object]] = [
     ("best_of", 4),
     ("use_beam_search", True),
