@@ -37,7 +37,7 @@ from launch.serve.sse import EventStream
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
-from runtime.frontend.validation import RequestError, checked_prompt
+from runtime.frontend.validation import RequestError, check_ids_exist
 from runtime.number_text import is_whole_number
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/load", "/"})
@@ -288,10 +288,10 @@ class ServeApp:
             if tokenizer is None or ready is None:
                 raise bad_request("the model folder has no tokenizer.json", "tokens")
             try:
-                ids = checked_prompt(body.tokens, ready.vocab_size, 1 << 31) if body.tokens else ()
+                check_ids_exist(body.tokens, ready.vocab_size, "tokens[{}]")
             except RequestError as error:
                 raise bad_request(str(error), "tokens") from None
-            return msgspec.json.encode({"prompt": tokenizer.decode_with_special_tokens(ids)})
+            return msgspec.json.encode({"prompt": tokenizer.decode_with_special_tokens(body.tokens)})
 
         return _json_bytes(prompt() if len(data) < _LONG_BODY else await asyncio.to_thread(prompt))
 

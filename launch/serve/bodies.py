@@ -10,6 +10,8 @@ have, is refused by name: ignoring it would give wrong results.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +19,9 @@ import msgspec
 from launch.api.body_rules import REFUSED, Neutral, refuse
 from launch.api.schema import ChatFields, CompletionFields, Tool
 from launch.serve.errors import bad_request, undecodable
-from runtime.frontend.validation import RequestError
+from runtime.frontend.validation import RequestError, checked_text
 
+_SHOWN = 40  # characters of a field's name
 _Typed = TypeVar("_Typed")
 
 
@@ -60,7 +63,52 @@ def decode(data: bytes, kind: type[_Typed]) -> _Typed:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        if not isinstance(error, msgspec.ValidationError):  # which comes before any other fault of the body
+            _refuse_surrogates(data)
         raise undecodable(error) from None
+
+
+def _refuse_surrogates(data: bytes) -> None:
+    """Raises ApiError for a text that has half of a surrogate pair, of which msgspec says that the body is cut off."""
+    if rb"\ud" not in data.lower():
+        return
+    try:
+        found = _half_of_a_pair(json.loads(data))
+    except (ValueError, RecursionError):
+        return
+    if found is not None:
+        path, kind, text = found
+        path = path.lstrip(".")
+        try:
+            checked_text(kind + (path or "the body"), text)
+        except RequestError as error:
+            raise bad_request(str(error), path.split(".")[0].split("[")[0] or None) from None
+
+
+def _half_of_a_pair(value: object) -> tuple[str, str, str] | None:
+    """(path, "" or that it is a name there, text) of the first text in ``value`` that is not valid Unicode."""
+    if isinstance(value, str):
+        return None if _is_unicode(value) else ("", "", value)
+    parts: Iterable[tuple[str, object]] = ()
+    if isinstance(value, list):
+        parts = ((f"[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, dict):
+        if (name := next((name for name in value if not _is_unicode(name)), None)) is not None:
+            return "", "a name in ", name
+        parts = ((f".{name[:_SHOWN]}", part) for name, part in value.items())
+    for step, part in parts:
+        if (found := _half_of_a_pair(part)) is not None:
+            path, kind, text = found
+            return step + path, kind, text
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse_unsupported(body: object, *lacking: Neutral) -> None:

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class ChunkWriter:
-    """Chunks of one stream. ``begun``: choices whose role, or prompt with ``echo``, has gone out."""
+    """Chunks of one stream. ``begun``: choices whose role, or whose prompt where it is shown, has gone out."""
 
     def __init__(self, asked: Asked, answer_id: str, created: int, tokenizer: Tokenizer | None) -> None:
         self._asked = asked
@@ -54,7 +54,13 @@ class ChunkWriter:
         if plain and index in self._begun:
             return self._head + self._middle[index] + _json(piece.text) + self._plain_end
         logprobs = self._logprobs(index, piece)
-        extra = {"token_ids": [piece.token_id] if piece.token_id >= 0 else []} if asked.token_ids else {}
+        extra: Row = {}
+        beside: Row = {}  # of a chat's one prompt, beside its choices, as in ``whole``
+        if asked.token_ids:
+            extra["token_ids"] = [piece.token_id] if piece.token_id >= 0 else []
+            if index not in self._begun:
+                of_prompt = beside if asked.chat else extra
+                of_prompt["prompt_token_ids"] = asked.prompt_of(index).token_ids
         if not asked.chat:
             return self._choice({"index": index, "text": self._text(index, piece.text), "logprobs": logprobs,
                                  "finish_reason": reason, **extra}, usage)  # fmt: skip
@@ -63,7 +69,7 @@ class ChunkWriter:
             self._begun.add(index)
             delta = {"role": "assistant", **delta}
         return self._choice(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **extra}, usage
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **extra}, usage, beside
         )
 
     def end(self, index: int, text: str, reason: str, deltas: list[Delta] | None, usage: Row | None) -> bytes:
@@ -74,8 +80,10 @@ class ChunkWriter:
         """The last chunk of all: no choices."""
         return self._head + b'],"usage":' + _json(usage) + b"}"
 
-    def _choice(self, choice: Row, usage: Row | None) -> bytes:
+    def _choice(self, choice: Row, usage: Row | None, beside: Row | None = None) -> bytes:
         tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}"
+        if beside:
+            tail = tail[:-1] + b"," + _json(beside)[1:]
         return self._head + _json(choice) + tail
 
     def _text(self, index: int, text: str) -> str:

@@ -22,7 +22,7 @@ from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
 from launch.serve.options import ServeCommand, ServeOptions
-from launch.serve.processes import ApiProcesses, listeners
+from launch.serve.processes import ApiProcesses, listeners, not_listening
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig, require_real_texts
 from runtime.frontend.chat_template import ChatTemplate
@@ -145,7 +145,7 @@ def settings_of(
     else:
         ChatTemplate.from_folder(model)
     keys = _keys(options, environ)
-    if not keys and not options.insecure and options.uds is None and not is_loopback(options.host):
+    if not keys and not options.insecure and options.uds is None and not _local(options):
         raise UsageError(
             f"--host {options.host} can be reached from other machines: set --api-key-file, or type --insecure to "
             "serve everybody"
@@ -219,12 +219,21 @@ def _keys(options: ServeOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def _local(options: ServeOptions) -> bool:
+    """Whether only this machine can reach the host. Raises UsageError for a name that has no address."""
+    try:
+        return is_loopback(options.host)
+    except (OSError, UnicodeError) as error:
+        raise not_listening(options.host, options.port, error) from error
+
+
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it; a name counts by all of its addresses."""
+    """Whether only this machine can reach it; a name counts by all of its addresses. Raises OSError or UnicodeError for
+    a name that has none.
+    """
+    if not host:  # bind takes all addresses of this machine
+        return False
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
+    found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in found)

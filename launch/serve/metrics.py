@@ -233,7 +233,9 @@ class _Page(Collector):
         for name, text in COUNTERS.items():
             yield self._counter(name, text, [("", counts.counters[name])])
         reasons = list(counts.finished.items())
-        yield self._counter("vllm:request_success", "Answers that ended, by reason.", reasons, "finished_reason")
+        yield self._counter(
+            "vllm:request_success", "Answers by how they ended for the client.", reasons, "finished_reason"
+        )
         rejected = list(counts.rejected.items())
         yield self._counter(
             "lockstride:request_rejections", "Requests refused before they began, by reason.", rejected, "reason"

@@ -9,6 +9,7 @@ wait in the kernel.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -153,12 +154,24 @@ def listeners(host: str, port: int, uds: Path | None, processes: int) -> tuple[l
             listener.bind((host, port))
             listener.listen(_BACKLOG)
             port = listener.getsockname()[1]
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         for listener in made:
             listener.close()
-        raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+        raise not_listening(host, port, error) from error
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     return made, f"http://{shown}:{port}"
+
+
+def not_listening(host: str, port: int, error: Exception) -> UsageError:
+    """What a user is told, and what to type instead."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        instead = "type another --port; 0 takes a free one"
+    elif number in (errno.EACCES, errno.EPERM):
+        instead = "type a --port of 1024 or above, which needs no privilege"
+    else:
+        instead = "type an address of this machine, 127.0.0.1 for this machine alone or 0.0.0.0 for all"
+    return UsageError(f"--host {host} --port {port} cannot be listened on: {error}; {instead}")
 
 
 def _refuse_taken(family: int, host: str, port: int) -> None:

@@ -146,8 +146,8 @@ class RequestBuilder:
             variables = dict(body.chat_template_kwargs or {})
             answers = body.add_generation_prompt is not False
             text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
-            return self._encoded(text, "messages", bool(body.add_special_tokens))
-        return self._encoded(body.prompt or "", "prompt", body.add_special_tokens is not False)
+            return self._encoded(text, "messages", bool(body.add_special_tokens), may_be_empty=True)
+        return self._encoded(body.prompt or "", "prompt", body.add_special_tokens is not False, may_be_empty=True)
 
     def model_name(self, asked: str | None) -> str:
         """The name that the answer carries. Raises ApiError 404 for one that is not served."""
@@ -199,12 +199,14 @@ class RequestBuilder:
             prompts.append(Prompt(one if isinstance(one, str) and whole else None, fitting))
         return tuple(prompts)
 
-    def _encoded(self, text: str, param: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encoded(
+        self, text: str, param: str, add_special_tokens: bool, *, may_be_empty: bool = False
+    ) -> tuple[int, ...]:
         """``param``: what the text was made from."""
         if self._tokenizer is None:
             raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", param)
         try:
-            if not checked_text("the prompt", text):
+            if not checked_text("the prompt", text) and not may_be_empty:
                 raise bad_request("the prompt is empty: give at least one character", param)
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except RequestError as error:

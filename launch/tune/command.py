@@ -28,12 +28,12 @@ from launch.ranks.rendezvous import Rendezvous, discover
 from launch.ranks.signals import Interrupts
 from launch.tune import all_reduce
 from launch.tune.compile import compile_all, default_workers
-from launch.tune.journal import Journal, Measured, opened
+from launch.tune.journal import Journal, Measured, TuneWriteError, opened
 from launch.tune.options import TuneCommand
 from launch.tune.plan import Task, plan
 from launch.tune.report import summary, table
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
-from launch.tune.tuner import DeviceLost, Tuner
+from launch.tune.tuner import DeviceLost, Tuner, save
 from models.config import DTYPES, ModelConfig
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
@@ -92,13 +92,16 @@ def run(command: TuneCommand, environ: Mapping[str, str], say: Say = print) -> i
             log.info("what %s holds was measured with other kernels or another torch: starting anew", journal.put_aside)
         found = choice_table.recall(files.table)
         found.gpu = traits_of(device)
-        if rendezvous.topology.world > 1 and "all-reduce" in command.parts:
-            share = _choose_limits(rendezvous, share, found, files, say)
         try:
+            if rendezvous.topology.world > 1 and "all-reduce" in command.parts:
+                share = _choose_limits(rendezvous, share, found, files, say)
             Session(command, share, device, files, journal, found, interrupts, began).run(say)
         except DeviceLost as error:
             log.error("a candidate broke this process's use of the GPU (%s)", error)
             log.error("%s says which, and it is left out from now on: type the same command to go on", files.journal)
+            return FAILED
+        except TuneWriteError as error:
+            log.error("%s", error)
             return FAILED
         return interrupts.exit_code
 
@@ -179,7 +182,7 @@ class Session:
         command = self._command
         tasks = tasks_of(command, self._share)
         if not tasks:
-            choice_table.save(self._files.table, self._table)
+            save(self._files.table, self._table)
             return
         left = [task for task in tasks if task.key not in self._journal.done]
         kernels = self._kernels()
@@ -322,7 +325,7 @@ def _choose_limits(rendezvous: Rendezvous, share: RankShare, found: ChoiceTable,
     say(all_reduce.table(times, share.ranks, found.all_reduce.get(share.ranks, share.limits)))
     limits = all_reduce.limits_from(times)
     found.all_reduce[share.ranks] = limits
-    choice_table.save(files.table, found)
+    save(files.table, found)
     return replace(share, limits=limits)
 
 

@@ -24,6 +24,10 @@ FORMAT = 1
 AnyChoice = Choice | DecodeVariant | None  # None: what the engine takes without a table
 
 
+class TuneWriteError(UsageError):
+    """What was measured could not be written: the disk, not the command line, is in the way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Microseconds of a candidate: ``us`` for milliseconds, ``lasting_us`` at the power that lasts, None for those that
@@ -68,7 +72,7 @@ class Journal:
     """The journal in ``path``, of measurements under ``identity``; lines of another one are put aside.
 
     ``done``: what was measured, by task. ``avoided``: by task, candidates that are not to be tried, and why.
-    Raises UsageError where the file cannot be written, or another process is writing it.
+    Raises UsageError where the file cannot be written, or another process is writing it, TuneWriteError later.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
@@ -145,7 +149,7 @@ class Journal:
         try:
             self._write(line)
         except OSError as error:
-            raise UsageError(f"{self.path} cannot be written any more ({error.strerror or error})") from error
+            raise TuneWriteError(f"{self.path} cannot be written any more ({error.strerror or error})") from error
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -153,7 +157,8 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that did not fit, which ``_append`` has told
+            self._file.close()
         os.close(self._lock)
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from launch.errors import UsageError
-from launch.tune.journal import AnyChoice, Failed, Journal, Measured, Timed
+from launch.tune.journal import AnyChoice, Failed, Journal, Measured, Timed, TuneWriteError
 from launch.tune.plan import Task
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul import choice_table
@@ -191,12 +190,7 @@ class Tuner:
         put(self._table, task, choice)
 
     def _save(self) -> None:
-        try:
-            choice_table.save(self._path, self._table)
-        except OSError as error:
-            raise UsageError(
-                f"{self._path} cannot be written ({error.strerror or error}): name another folder with --out"
-            ) from error
+        save(self._path, self._table)
 
 
 class _Watched:
@@ -227,6 +221,16 @@ class Pace:
 
     def of(self, estimated: float) -> float:
         return estimated * self._took / self._estimated
+
+
+def save(path: Path, table: ChoiceTable) -> None:
+    """Raises TuneWriteError; the table that was there stays."""
+    try:
+        choice_table.save(path, table)
+    except OSError as error:
+        raise TuneWriteError(
+            f"{path} cannot be written ({error.strerror or error}): make room there, or name another folder with --out"
+        ) from error
 
 
 def put(table: ChoiceTable, task: Task, choice: AnyChoice) -> None:

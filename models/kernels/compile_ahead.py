@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 try:
     from triton import AsyncCompileMode
+    from triton.runtime._async_compile import active_mode
     from triton.runtime.jit import JITFunction
 except ImportError:  # no Triton, or an older one: kernels are compiled one after the other
     AsyncCompileMode = object
@@ -84,6 +85,12 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         super().__init__(noted, ignore_errors=ignore_errors)
         self._noted = noted
         self._puts: list[tuple[Any, Callable[[Any], None]]] = []  # into a kernel's cache of what is compiled
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)  # waits for every future: Ctrl-C there would leave the mode set for good
+        finally:
+            active_mode.set(None)
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         future = super().submit(key, compile_fn, finalize_fn)

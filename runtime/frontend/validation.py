@@ -135,10 +135,15 @@ def checked_prompt(prompt_token_ids: object, vocab_size: int, max_model_len: int
     ids = tuple(given)
     if set(map(type, ids)) != {int}:
         ids = tuple(_integer(f"prompt token {at}", token) for at, token in enumerate(ids))
-    if not (min(ids) >= 0 and max(ids) < vocab_size):
-        at, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        raise RequestError(f"prompt token {at} is {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    check_ids_exist(ids, vocab_size, "prompt token {}")
     return ids
+
+
+def check_ids_exist(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raises RequestError for the first that is no token; ``name`` with its place in it is how the error calls it."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        at, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise RequestError(f"{name.format(at)} is {_shown(token)}, but the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:

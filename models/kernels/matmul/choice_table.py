@@ -17,6 +17,7 @@ table made for powers of two means what it always meant.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -24,7 +25,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -146,6 +147,7 @@ class Wide:
     late: bool = False
 
 
+_Made = TypeVar("_Made")
 Choice = Blas | CublasLt | Gemv | Skinny | Wide
 _KINDS: dict[str, type[Blas] | type[CublasLt] | type[Gemv] | type[Skinny] | type[Wide]] = {
     "blas": Blas,
@@ -155,6 +157,9 @@ _KINDS: dict[str, type[Blas] | type[CublasLt] | type[Gemv] | type[Skinny] | type
     "wide": Wide,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_FIELD_TYPES: dict[type, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (*_KINDS.values(), DecodeVariant, SizeLimits, DeviceTraits)
+}
 
 
 @dataclass(slots=True)
@@ -218,9 +223,18 @@ class ChoiceTable:
             written = held["format"]
             if written in _READ:
                 return ChoiceTable(
-                    {LinearShape.from_key(key).key: choice_from_json(entry) for key, entry in held["choices"].items()},
-                    {key: DecodeVariant(**entry) for key, entry in held.get("attention", {}).items()},
-                    {int(ranks): SizeLimits(**entry) for ranks, entry in held.get("all_reduce", {}).items()},
+                    {
+                        LinearShape.from_key(key).key: choice_from_json(entry, f"choices {key!r}")
+                        for key, entry in held["choices"].items()
+                    },
+                    {
+                        key: _typed(DecodeVariant, entry, f"attention {key!r}")
+                        for key, entry in held.get("attention", {}).items()
+                    },
+                    {
+                        int(ranks): _typed(SizeLimits, entry, f"all_reduce {ranks!r}")
+                        for ranks, entry in held.get("all_reduce", {}).items()
+                    },
                     _gpu(held.get("gpu")),
                 )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -233,10 +247,28 @@ def choice_as_json(choice: Choice) -> list[Any]:
     return [_NAMES[type(choice)], dataclasses.asdict(choice)]
 
 
-def choice_from_json(entry: list[Any]) -> Choice:
-    """The inverse. Raises KeyError, TypeError or ValueError for anything else."""
+def choice_from_json(entry: list[Any], what: str = "a choice") -> Choice:
+    """The inverse; ``what`` is how errors call it. Raises KeyError, TypeError or ValueError for anything else."""
     name, values = entry
-    return _KINDS[name](**values)
+    return _typed(_KINDS[name], values, what)
+
+
+def _typed(kind: type[_Made], values: dict[str, Any], what: str) -> _Made:
+    """``kind`` of ``values``. Raises TypeError or ValueError: a kernel that is handed a text would fail much later."""
+    made = kind(**values)
+    for name, wanted in _FIELD_TYPES[kind].items():
+        value = getattr(made, name)
+        if not _is(value, wanted):
+            shown = wanted.__name__ if isinstance(wanted, type) and not get_args(wanted) else wanted
+            raise ValueError(f"{name} of {what} is {value!r}, but must be {shown}")
+    return made
+
+
+def _is(value: object, wanted: Any) -> bool:
+    """By the type itself: a bool is no number. JSON has a float without a fraction as an int."""
+    if parts := get_args(wanted):
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_is, value, parts))
+    return type(value) is wanted or (wanted is float and type(value) is int)
 
 
 def _by_rows(key: str) -> tuple[str, int]:
@@ -245,7 +277,7 @@ def _by_rows(key: str) -> tuple[str, int]:
 
 
 def _gpu(held: dict[str, Any] | None) -> DeviceTraits | None:
-    return None if held is None else DeviceTraits(**{**held, "capability": tuple(held["capability"])})
+    return None if held is None else _typed(DeviceTraits, {**held, "capability": tuple(held["capability"])}, "gpu")
 
 
 def file_name(gpu_name: str) -> str:
@@ -292,11 +324,16 @@ def load(path: Path) -> ChoiceTable:
 
 
 def save(path: Path, table: ChoiceTable) -> None:
-    """Writes ``table`` atomically: a reader sees the old file or the new one."""
+    """Writes ``table`` atomically: a reader sees the old file or the new one. Raises OSError, and keeps the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(table.to_json())
-    temporary.replace(path)
+    try:
+        temporary.write_text(table.to_json())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # of a full disk, too: nobody else would remove it
+        raise
 
 
 def recall(path: Path) -> ChoiceTable:

@@ -51,11 +51,13 @@ class ServedFake(FakeEngine):
         self.pause = pause
         self.ended: list[FinishReason] = []
         self.hold = threading.Event()  # set: a step does not return
+        self.held = threading.Event()  # a step has come upon it
         self.silent: tuple[int, ...] = ()
         self.forgetful = False  # keeps no list of what was asked of it and how it ended: for long runs
 
     def step(self) -> StepOutput:
         while self.hold.is_set():
+            self.held.set()
             time.sleep(0.005)
         time.sleep(self.pause)
         output = super().step()

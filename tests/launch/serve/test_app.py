@@ -171,6 +171,30 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
     run(body, ServedFake(pause=0.005))
 
 
+def test_who_leaves_before_the_scheduler_had_his_request_is_an_abort_for_the_client_alone() -> None:
+    """What waits on rank 0 for room in the scheduler is cancelled there: docs/serving.md tells the counters apart."""
+
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": PROMPT, "max_tokens": 50, "seed": 1, "ignore_eos": True}).encode()
+        running = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}))
+        await client.until(lambda: len(client.fake.added) == 1)
+        client.fake.hold.set()
+        await client.until(client.fake.held.is_set)  # in a step: what comes now waits on rank 0
+        gone = asyncio.Event()
+        leaving = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone))
+        await client.until(lambda: client.engine.live == 2)
+        gone.set()
+        await leaving
+        client.fake.hold.clear()
+        assert (await running).status == 200
+        await client.until(lambda: client.server.live == 0)
+        assert client.fake.ended == [FinishReason.LENGTH]
+        finished = client.app.metrics.all().finished
+        assert {reason: count for reason, count in finished.items() if count} == {"length": 1, "abort": 1}
+
+    run(body, ServedFake(pause=0.005))
+
+
 LACKING: list[tuple[str, object]] = [
     ("best_of", 4),
     ("use_beam_search", True),
@@ -345,6 +369,32 @@ def test_tokens_are_shown_whole_and_without_the_answer_s_beginning_where_that_is
     run(body)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_text_without_characters_has_the_special_tokens_that_are_added(kind: str) -> None:
+    tokenizer = getattr(small_tokenizers, kind)()
+
+    async def body(client: Client) -> None:
+        begin = [] if kind == "byte_level" else [1]
+        for fields, ids in (({}, begin), ({"add_special_tokens": False}, [])):
+            reply = await client.post("/tokenize", {"prompt": "", **fields})
+            assert (reply.status, reply.json["count"], reply.json["tokens"]) == (200, len(ids), ids)
+        refused = await client.post("/v1/completions", {"prompt": ""})
+        assert (refused.status, refused.error["param"]) == (400, "prompt")
+
+    run(body, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("wrong", [99999999, -3])
+def test_an_id_that_is_no_token_is_named_by_its_place(wrong: int) -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post("/detokenize", {"tokens": [1, wrong]})
+        assert (reply.status, reply.error["param"]) == (400, "tokens")
+        assert reply.error["message"] == f"tokens[1] is {wrong}, but the vocabulary has ids 0 to 359"
+        assert (await client.post("/detokenize", {"tokens": []})).json == {"prompt": ""}
+
+    run(body)
+
+
 def test_a_browser_may_read_errors_too() -> None:
     async def body(client: Client) -> None:
         for path, headers, status in (
@@ -373,6 +423,65 @@ def test_what_vllm_says_of_a_chat_s_prompt_stands_beside_the_choices() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_has_each_choice_s_prompt_in_its_first_chunk_alone(echo: bool) -> None:
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True, "n": 2, "stream": True}
+        prompts = [[5, 6], [7]]
+        first: dict[int, list[int]] = {}
+        for chunk in chunks_of(await client.post("/v1/completions", {**asked, "prompt": prompts, "echo": echo})):
+            choice = chunk["choices"][0]
+            assert ("prompt_token_ids" in choice) == (choice["index"] not in first)
+            assert "prompt_token_ids" not in chunk
+            first.setdefault(choice["index"], choice.get("prompt_token_ids", []))
+        assert first == {0: [5, 6], 1: [5, 6], 2: [7], 3: [7]}
+
+    run(body)
+
+
+@pytest.mark.parametrize("usage", [{}, {"continuous_usage_stats": True}])
+def test_a_streamed_chat_has_its_prompt_beside_the_first_chunk_of_each_choice(usage: dict[str, bool]) -> None:
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed": 1, "ignore_eos": True}
+        more = {"return_token_ids": True, "n": 2, "stream": True, "stream_options": usage}
+        begun = set()
+        for chunk in chunks_of(await client.post("/v1/chat/completions", {**asked, **more})):
+            choice = chunk["choices"][0]
+            first = choice["index"] not in begun
+            assert chunk.get("prompt_token_ids") == (TOKENIZER.encode("<user>x<a>") if first else None)
+            assert "prompt_token_ids" not in choice
+            assert ("usage" in chunk) == bool(usage)
+            begun.add(choice["index"])
+        assert begun == {0, 1}
+        plain = chunks_of(await client.post("/v1/chat/completions", {**asked, "stream": True}))
+        assert not any("prompt_token_ids" in chunk for chunk in plain)
+
+    run(body)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_usage_of_a_stream_is_every_answer_once_and_each_prompt_once_in_the_last_chunk(route: str, width: int) -> None:
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 7, "seed": 1, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        if route == "completions":
+            fields: dict[str, Any] = {"prompt": [[5, 6, 7, 8], [9, 10]]}
+            prompt, answers = 6, 6
+        else:
+            fields = {"messages": [{"role": "user", "content": "x"}]}
+            prompt, answers = len(TOKENIZER.encode("<user>x<a>")), 3
+        for ignore_eos in (True, False):
+            more = {"ignore_eos": ignore_eos, "return_token_ids": True}
+            *chunks, last = chunks_of(await client.post(f"/v1/{route}", {**asked, **fields, **more}))
+            assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+            generated = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
+            assert generated == 7 * answers or not ignore_eos
+            usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+            assert (last["choices"], last["usage"]) == ([], usage)
+
+    run(body, ServedFake(width=width))
+
+
 def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "ab", "echo": True, "max_tokens": 0, "return_token_ids": True, "seed": 1}
@@ -389,6 +498,46 @@ def test_a_byte_that_is_not_utf_8_is_shown_and_no_place_is_made_up() -> None:
     async def body(client: Client) -> None:
         reply = await client.post("/v1/completions", b'{"prompt": "\xff"}')
         assert reply.json["error"]["message"] == "the body is not UTF-8: invalid start byte (byte 0xff)"
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "param", "name"),
+    [
+        ("/v1/completions", rb'{"prompt": "ab\ud800"}', "prompt", "prompt is no Unicode text: character 2"),
+        ("/v1/completions", rb'{"prompt": ["a", "\udc00"]}', "prompt", "prompt[1] is no Unicode text: character 0"),
+        ("/v1/completions", rb'{"prompt": "a", "user": "\ud800\u0041"}', "user", "user is no Unicode text"),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "\uD800x"}]}', "messages",
+         "messages[0].content is no Unicode text"),
+        ("/v1/completions", rb'{"prompt": "a", "metadata": {"\ud800": 1}}', "metadata",
+         "a name in metadata is no Unicode text"),
+        ("/v1/completions", rb'{"\ud800": 1}', None, "a name in the body is no Unicode text"),
+        ("/tokenize", rb'{"prompt": "\ud800"}', "prompt", "prompt is no Unicode text"),
+        ("/tokenize", rb'{"prompt": "\ud83d\ude00", "model": "\ud83d"}', "model", "model is no Unicode text"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair_is_told_by_the_field_that_has_it(
+    path: str, data: bytes, param: str | None, name: str
+) -> None:
+    async def body(client: Client) -> None:
+        reply = await client.post(path, data)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert reply.error["message"].startswith(name)
+        assert reply.error["message"].endswith("half of a surrogate pair")
+
+    run(body)
+
+
+def test_what_is_wrong_before_a_surrogate_is_told_first() -> None:
+    async def body(client: Client) -> None:
+        for data, words in (
+            (rb'{"prompt": 1, "user": "\ud800"}', "prompt: Expected"),
+            (rb'{"prompt": "\ud800"', "the body is no JSON"),
+            (rb'{"prompt": "a", "user": ' + b"[" * 200_000 + rb'"\ud800"', "the body is nested too deeply"),
+        ):
+            reply = await client.post("/v1/completions", data)
+            assert (reply.status, reply.error["message"][: len(words)]) == (400, words)
 
     run(body)
 

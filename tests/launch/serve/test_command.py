@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -59,9 +62,9 @@ def test_beyond_loopback_a_key_or_insecure_is_enough(tmp_path: Path) -> None:
     assert settings("--host", "0.0.0.0", "--api-key-file", str(file)).api_keys == ("one", "two")
     assert settings("--host", "0.0.0.0", environ={"LOCKSTRIDE_API_KEY": "three"}).api_keys == ("three",)
     assert settings("--host", "0.0.0.0", "--insecure").api_keys == ()
-    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "")] == [
         *(True, True, True),
-        *(False, False),
+        *(False, False, False),
     ]
 
 
@@ -80,6 +83,39 @@ def test_a_port_that_is_taken_is_refused_also_for_several_processes() -> None:
         for processes in (1, 2):
             with pytest.raises(UsageError, match="cannot be listened on"):
                 listeners("127.0.0.1", port, None, processes)
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "said"),
+    [
+        ("127.0.0.1", errno.EADDRINUSE, "type another --port; 0 takes a free one"),
+        ("127.0.0.1", errno.EACCES, "type a --port of 1024 or above"),
+        ("192.0.2.1", errno.EADDRNOTAVAIL, "type an address of this machine"),
+        ("nohost.invalid", None, "type an address of this machine"),
+        ("a..b", None, "type an address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_is_named_with_what_to_type(
+    host: str, number: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bind(*_: object) -> NoReturn:
+        assert number is not None
+        raise OSError(number, os.strerror(number))
+
+    if number is not None:
+        monkeypatch.setattr(socket.socket, "bind", bind)
+    for processes in (1, 2):
+        with pytest.raises(UsageError) as raised:
+            listeners(host, 80, None, processes)
+        assert str(raised.value).startswith(f"--host {host} --port 80 cannot be listened on: ")
+        assert said in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("host", ["nohost.invalid", "a..b"])
+def test_a_name_that_is_no_host_s_is_no_question_of_keys(host: str) -> None:
+    with pytest.raises(UsageError, match=f"--host {host} --port 8000 cannot be listened on: .*type an address"):
+        settings("--host", host)
 
 
 def test_several_processes_share_a_port_and_a_unix_socket_is_this_user_s(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
+import io
 import os
 import signal
 import time
@@ -20,6 +22,7 @@ from launch.cli import parse
 from launch.errors import UsageError
 from launch.ranks.rendezvous import discover
 from launch.tune import command as tune
+from launch.tune.journal import Journal, Measured
 from launch.tune.options import PARTS, TuneCommand
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, LinearShape
@@ -136,10 +139,10 @@ class Machine:
         monkeypatch.setattr("launch.tune.gpu_runner.GpuRunner", lambda share, kernels: self.gpu)
         monkeypatch.setattr(time, "monotonic", lambda: self.gpu.clock)
 
-    def run(self, **more: Any) -> int:
+    def run(self, environ: dict[str, str] | None = None, **more: Any) -> int:
         self.told.clear()
         command = TuneCommand("qwen3-0.6b", rows=(8, 40, 64), out=self.folder, **more)
-        return tune.run(command, {}, self.told.append)
+        return tune.run(command, environ or {}, self.told.append)
 
     @property
     def text(self) -> str:
@@ -205,6 +208,71 @@ def test_a_lost_gpu_is_told_and_the_candidate_is_not_tried_again(
     assert machine.run() == 1
     assert "broke this process's use of the GPU" in caplog.text
     assert "nvidia-of-tests.tune.jsonl says which" in caplog.text
+
+
+@pytest.mark.parametrize("parts", [("products",), ("all-reduce",)])
+def test_a_disk_that_fills_up_is_told_in_one_line_and_the_old_table_stays(
+    parts: tuple[str, ...], machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert machine.run() == 0
+    path = choice_table.tuned_file(machine.folder, GPU.name)
+    before = path.read_text()
+    machine.gpu = FakeGpu()
+    fill_the_disk(monkeypatch)
+    caplog.clear()
+    assert machine.run(parts=parts, fresh=True) == 1
+    assert told_once(caplog) == (
+        f"{path} cannot be written (No space left on device): make room there, or name another folder with --out"
+    )
+    assert path.read_text() == before
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_a_disk_that_fills_up_behind_the_all_reduces_is_told_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tune, "_time_all_reduces", lambda rendezvous, share: ([], None))
+    fill_the_disk(monkeypatch)
+    assert machine.run(environ=TWO_RANKS) == 1
+    assert "No space left on device" in told_once(caplog)
+
+
+def test_a_journal_that_cannot_be_written_any_more_is_told_in_one_line(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self) -> None:
+            self.flush()  # as a file's does, of what the disk had no room for
+
+    class OnAFullDisk(Journal):
+        def add(self, measured: Measured) -> None:
+            self._file.close()
+            file: Any = Full()
+            self._file = file
+            super().add(measured)
+
+    monkeypatch.setattr("launch.tune.journal.Journal", OnAFullDisk)
+    assert machine.run() == 1
+    assert "nvidia-of-tests.tune.jsonl cannot be written any more (No space left on device)" in told_once(caplog)
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tables: a journal's next lines may still fit."""
+
+    def full(file: Path, *_: object) -> None:
+        file.write_bytes(b"{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+
+
+def told_once(caplog: pytest.LogCaptureFixture) -> str:
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "\n" not in said
+    return said
 
 
 def test_nothing_is_tuned_twice_at_once_or_where_nothing_can_be_written(machine: Machine, tmp_path: Path) -> None:

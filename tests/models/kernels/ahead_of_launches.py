@@ -10,13 +10,15 @@ import errno
 import json
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import _async_compile
 
 from models.kernels import compile_ahead as ahead
 from tests.models.kernels.compiling_driver import CompilingDriver
@@ -53,6 +55,9 @@ def main() -> None:
         add[(1,)](x, 64, MORE=5)
         raise ZeroDivisionError("of the work")
 
+    def interrupted(futures: object) -> NoReturn:
+        raise KeyboardInterrupt
+
     def many() -> None:
         for more in range(10, 17):
             add[(1,)](x, 64, MORE=more)
@@ -79,6 +84,11 @@ def main() -> None:
         found["raised"] = str(error)
     add[(1,)](x, 64, MORE=5)  # launches are launches again, and nothing is left of what was only noted
     found["launched last"] = len(driver.found)
+    with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(_async_compile, "as_completed", interrupted)  # while leaving the mode waits
+        ahead.compile_ahead([fails], threads=1)
+    found["mode left"] = _async_compile.active_mode.get() is None
+    _async_compile.active_mode.set(None)
     backend: Any = CUDABackend
     assemble, failed = backend.make_cubin, False
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +114,26 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["table.json"], "no temporary file stays behind"
 
 
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+def test_a_full_disk_leaves_the_old_table_and_no_temporary_file(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    choice_table.save(path, TABLE)
+
+    def full(file: Path, *rest: Any) -> None:
+        if step == "write_text":
+            file.write_bytes(b"{")  # as much as fits
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, full)
+        with pytest.raises(OSError, match="No space left"):
+            choice_table.save(path, ChoiceTable())
+    assert choice_table.load(path) == TABLE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
+
+
 def test_a_cache_that_cannot_be_used_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It may be torn, or of another version; the home folder of a compute node may be read-only."""
     torn = tmp_path / "table.json"
@@ -197,6 +220,45 @@ def test_a_start_up_tries_nothing_that_must_be_compiled_for_it() -> None:
 def test_a_damaged_file_is_refused_with_what_to_do(text: str) -> None:
     with pytest.raises(ValueError, match="delete the file"):
         ChoiceTable.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": "1", "chunk": 8, "warps": 4}]}',
+         "block_o of choices 'bfloat16 8x8 x8' is '1', but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": 1, "chunk": 8.0, "warps": 4}]}',
+         "chunk of choices 'bfloat16 8x8 x8' is 8.0, but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["gemv", {"block_o": 1, "chunk": 8, "warps": true}]}',
+         "warps of choices 'bfloat16 8x8 x8' is True, but must be int"),
+        ('"choices": {"bfloat16 8x8 x8": ["cublaslt", {"algorithm": 5, "version": 1}]}',
+         "algorithm of choices 'bfloat16 8x8 x8' is 5, but must be str"),
+        ('"choices": {}, "attention": {"k": {"tma": 1, "block_n": 64, "stages": 2, "warps": 4}}',
+         "tma of attention 'k' is 1, but must be bool"),
+        ('"choices": {}, "all_reduce": {"2": {"one_shot": null, "two_shot": 0}}',
+         "one_shot of all_reduce '2' is None, but must be int"),
+        ('"choices": {}, "gpu": {"capability": [9, "0"], "multiprocessors": 1, "shared_bytes": 1}',
+         "capability of gpu is (9, '0'), but must be tuple[int, int]"),
+        ('"choices": {}, "gpu": {"capability": [9], "multiprocessors": 1, "shared_bytes": 1}',
+         "capability of gpu is (9,), but must be tuple[int, int]"),
+        ('"choices": {}, "gpu": {"capability": [9, 0], "multiprocessors": 1, "shared_bytes": 1, "memory_rate": "4e12"}',
+         "memory_rate of gpu is '4e12', but must be float"),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_is_refused_by_its_name_and_the_file_s(
+    text: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"format": 2, ' + text + "}")
+    assert choice_table.recall(path) == ChoiceTable()
+    (logged,) = caplog.messages
+    assert str(path) in logged
+    assert said in logged
+
+
+def test_a_number_without_a_fraction_is_a_float_too() -> None:
+    text = dataclasses.replace(TABLE, gpu=dataclasses.replace(H100, memory_rate=4)).to_json()
+    assert ChoiceTable.from_json(text).gpu == dataclasses.replace(H100, memory_rate=4.0)
 
 
 def test_shipped_tables_are_readable() -> None:

@@ -51,6 +51,10 @@ def test_a_failure_of_the_work_is_raised_and_launches_are_launches_again(found: 
     assert found["launched last"] == 6
 
 
+def test_an_interrupt_while_the_mode_is_left_leaves_it_all_the_same(found: dict[str, Any]) -> None:
+    assert found["mode left"]
+
+
 def test_ranks_of_a_node_begin_with_kernels_of_their_own(found: dict[str, Any]) -> None:
     """The second of three: then those that the third began with, and those of the first."""
     assert found["compiled"] == [11, 14, 12, 15, 10, 13, 16]
