@@ -30,6 +30,10 @@ SEALED = {  # folders that may import the standard library, themselves and what 
     "runtime/schedule": frozenset[str](),
     "parallel/control": frozenset({"zmq", "msgspec"}),
 }
+# What a plan must not depend on, or ranks would differ: times of their own, and draws that no seed of a request makes.
+NO_PLAN_DEPENDS_ON = frozenset({"time", "datetime", "random", "secrets", "uuid", "os", "threading", "asyncio"})
+# Where an H200's multiprocessors may stand as a number: all else asks the traits of its GPU (docs/decisions/0019).
+COUNTS_MULTIPROCESSORS = {"models/kernels/traits.py", "models/kernels/matmul/invariant.py"}
 # From the top floor down. A folder's files stand on its floor, unless they are listed themselves. Two of one floor may
 # import each other's files, but never in a circle.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -172,6 +176,27 @@ def uphill_imports(files: dict[str, ast.Module]) -> list[str]:
             if not allowed:
                 found.append(f"{path}:{line} imports {module}")
     return found
+
+
+def undependable_imports(files: dict[str, ast.Module]) -> list[str]:
+    """Imports of the scheduler by which a plan could depend on something that ranks do not share."""
+    return [
+        f"{path}:{line} imports {module}"
+        for path, tree in files.items()
+        if path.startswith("runtime/schedule/")
+        for line, module in imports_of(path, tree)
+        if module.split(".")[0] in NO_PLAN_DEPENDS_ON
+    ]
+
+
+def counted_multiprocessors(files: dict[str, ast.Module]) -> set[str]:
+    """Files of the four layers with an H200's 132 multiprocessors as a number."""
+    return {
+        path
+        for path, tree in files.items()
+        if path.split("/")[0] in LAYERS
+        and any(isinstance(node, ast.Constant) and node.value == 132 for node in ast.walk(tree))
+    }
 
 
 def first_party_arrows(files: dict[str, ast.Module], annotations: bool = False) -> dict[str, set[str]]:
@@ -371,6 +396,14 @@ def test_imports_run_one_way() -> None:
     assert uphill_imports(python_files()) == []
 
 
+def test_no_plan_can_ask_a_clock() -> None:
+    assert undependable_imports(python_files()) == []
+
+
+def test_multiprocessors_are_counted_in_the_traits_alone() -> None:
+    assert counted_multiprocessors(python_files()) == COUNTS_MULTIPROCESSORS
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     files = python_files()
     standing = circles(first_party_arrows(files))
@@ -566,6 +599,17 @@ def test_a_file_without_a_floor_is_found() -> None:
 def test_a_look_into_the_environment_is_found(source: str, found: int) -> None:
     assert bool(reads_the_environment({"models/x.py": ast.parse(source)})) == found
     assert reads_the_environment({"launch/x.py": ast.parse(source)}) == []
+
+
+def test_a_clock_in_the_scheduler_is_found() -> None:
+    source = ast.parse("from time import monotonic\nimport os.path\nfrom itertools import chain")
+    found = undependable_imports({"runtime/schedule/x.py": source, "runtime/observe/x.py": source})
+    assert found == ["runtime/schedule/x.py:1 imports time.monotonic", "runtime/schedule/x.py:2 imports os.path"]
+
+
+def test_a_number_of_multiprocessors_is_found() -> None:
+    source = ast.parse("WAVES = 2 * 132")
+    assert counted_multiprocessors({"models/x.py": source, "tests/x.py": source}) == {"models/x.py"}
 
 
 def test_a_test_in_no_room_is_found() -> None:

@@ -73,6 +73,15 @@ def test_who_made_the_record_keeps_its_own_packed_prompts_and_takes_all_else_fro
     assert theirs.request.prompt_token_ids == packed(PLAIN.prompt_token_ids), "one that was not packed is unpacked"
 
 
+def test_a_prompt_with_many_answers_travels_once() -> None:
+    asked = replace(PLAIN, prompt_token_ids=packed(range(1000)))
+    alone, eight = (
+        encode_events([Admit(replace(asked, sampling=replace(asked.sampling, n=answers)))]) for answers in (1, 8)
+    )
+    assert len(alone) > 4000
+    assert len(eight) <= len(alone) + 8
+
+
 def test_no_events_are_no_bytes() -> None:
     assert encode_events([]) == b""
     assert decode_events(b"") == ()
