@@ -45,7 +45,8 @@ def rounds_of(model: str) -> Mapping[str, Mapping[str, Any]]:
         return ROUNDS
     beside = SHAPES / model / "dflash"
     block = {"method": "dflash", "model": str(beside), "num_speculative_tokens": 15}
-    return {**OWN, "DFlash, block 16": block} if beside.is_dir() else OWN
+    own = OWN if ModelConfig.from_folder(SHAPES / model).mtp_layers else {}
+    return {**own, "DFlash, block 16": block} if beside.is_dir() else own
 
 
 def floors(

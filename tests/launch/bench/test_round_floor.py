@@ -156,7 +156,9 @@ def test_the_documented_floors_are_those_of_today() -> None:
     ]
     documented = "\n".join(page.read_text() for page in pages)
     found = round_floors.table("qwen3-8b", (1, 8, 32), 1152, 1) + round_floors.table("qwen3-8b", (1, 8, 32), 1152, 2)
-    found += round_floors.table("qwen3-8b", (1,), 16128, 1) + round_floors.table("qwen3-8b", (1,), 32128, 1)
+    for length, ranks in ((16128, 1), (32128, 1), (16128, 2), (32128, 2)):
+        found += round_floors.table("qwen3-8b", (1,), length, ranks)
+    found += round_floors.table("qwen3-32b", (1, 8, 32), 1152, 2)
     for model in ("qwen3.5-27b", "qwen3.5-35b-a3b"):
         found += round_floors.table(model, (1,), 1152, 1)
     h100 = round_floors.table("qwen3-8b", (1, 8, 32), 1152, 2, bytes_per_s=3.14e12)
