@@ -209,21 +209,33 @@ def test_a_round_of_fewer_tokens_is_one_captured_launch_without_a_sync(rows: int
         assert engine.counters["chain_breaks{start}"] == 1
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp_path: Path) -> None:
-    """Its guesses are bad, and nothing of them reaches a text; a draft vocabulary of 1,000 ids."""
+def eagle3_head(folder: Path) -> MakeProposer:
+    """Without weights, for the demo model; a draft vocabulary of 1,000 ids."""
     sizes = json.loads((DEMO / "mtp" / "config.json").read_text(encoding="utf-8"))
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 1000, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | own | layers), encoding="utf-8")
-    keys = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
-    proposer = proposer_for(speculative_config(keys), load_format="dummy")
-    with rig_of("mtp", torch.float32, depth=depth, proposer=proposer) as engine:
+    (folder / "config.json").write_text(json.dumps(sizes | own | layers), encoding="utf-8")
+    keys = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    return proposer_for(speculative_config(keys), load_format="dummy")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_eagle3_head_without_weights_leaves_the_golden_tokens(depth: int, tmp_path: Path) -> None:
+    """Its guesses are bad, and nothing of them reaches a text."""
+    with rig_of("mtp", torch.float32, depth=depth, proposer=eagle3_head(tmp_path)) as engine:
         finished = run(engine, asked())
         engine.stop()
         assert engine.counters["spec_num_drafts"] > 0
         assert engine.counters["graph_captures_after_warmup"] == 0
     assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
+
+
+def test_a_round_with_an_eagle3_head_is_one_captured_launch_without_a_sync(tmp_path: Path) -> None:
+    requests = [request(i, range(3 + i, 20 + i), max_tokens=100, stops=()) for i in range(8)]
+    how: dict[str, Any] = {"proposer": eagle3_head(tmp_path), "block_size": 64}
+    with rig_of("mtp", torch.bfloat16, depth=2, **how) as engine:
+        count_steady_steps(engine, requests)
+        assert engine.counters["chain_breaks{start}"] == 1
 
 
 def own_layer(family: str, dtype: torch.dtype, depth: int = 2, **more: Any) -> Any:
@@ -253,6 +265,22 @@ def test_a_round_with_a_hybrids_own_layer_is_one_launch_without_a_sync(family: s
         count_steady_steps(engine, requests)
 
 
+def drawn_guesses(method: str) -> MakeProposer:
+    keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
+    return proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
+
+
+@pytest.mark.parametrize("method", WIDEST)
+def test_a_round_of_drawn_guesses_is_one_captured_launch_without_a_sync(method: str) -> None:
+    draws: dict[str, Any] = {"max_tokens": 100, "stops": (), "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+    requests = [request(i, range(3 + i, 20 + i), **draws) for i in range(8)]
+    kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in requests])
+    how: dict[str, Any] = {"proposer": drawn_guesses(method), "variants": kinds, "block_size": 64}
+    with rig_of(method, torch.bfloat16, depth=2, **how) as engine:
+        count_steady_steps(engine, requests)
+        assert engine.counters["chain_breaks{start}"] == 1
+
+
 @pytest.mark.parametrize("method", WIDEST)
 def test_drawn_guesses_give_the_same_tokens_at_every_depth(method: str) -> None:
     """draft_sample_method probabilistic over captured steps, with filters; a rank alone."""
@@ -262,9 +290,7 @@ def test_drawn_guesses_give_the_same_tokens_at_every_depth(method: str) -> None:
     ]
     answers = []
     for depth in (0, 2):
-        keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
-        proposer = proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
-        with rig_of(method, torch.float32, depth=depth, proposer=proposer) as engine:
+        with rig_of(method, torch.float32, depth=depth, proposer=drawn_guesses(method)) as engine:
             finished = run(engine, requests)
             engine.stop()
             assert engine.counters["spec_num_accepted_tokens"] > 0
@@ -279,10 +305,8 @@ def test_drawn_guesses_beside_chunks_give_the_tokens_of_rounds_without(method: s
     draws: dict[str, Any] = {"max_tokens": 60, "stops": (), "temperature": 0.8, "top_k": 50, "top_p": 0.95}
     requests = [request(i, range(3 + i, 60 + 40 * i), **draws) for i in range(6)]
     width, buckets = WIDEST[method] + 1, (128, 256, 512)
-    keys = {"method": method, "model": str(DEMO / method), "num_speculative_tokens": WIDEST[method]}
-    proposer = proposer_for(speculative_config({**keys, "draft_sample_method": "probabilistic"}))
     kinds = SamplingVariant(), SamplingVariant.covering([one.sampling for one in requests])
-    how: dict[str, Any] = {"proposer": proposer, "variants": kinds, "prefill_buckets": buckets}
+    how: dict[str, Any] = {"proposer": drawn_guesses(method), "variants": kinds, "prefill_buckets": buckets}
     with rig_of(method, torch.float32, depth=0, **how) as engine:
         apart = outcome(run(engine, requests))
     how |= {"widths": (1,), "speculation": Speculation(width, mixed_percent=100), "mixed": MixedSteps(buckets)}

@@ -26,7 +26,7 @@ from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suite, over the model below
 from tests.runtime.engine.test_lifecycle import DEPTHS, says, turn
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.engine.test_ranks import NGRAM, SEED, start
+from tests.runtime.engine.test_ranks import NGRAM, SEED, TREE, start, written_drafter
 
 # In place of test_lifecycle's: the model is the one below, and ranks in other processes know no other. As everywhere:
 pytestmark = pytest.mark.filterwarnings("error")
@@ -163,13 +163,17 @@ def test_options_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     [
         (2, {}),
         pytest.param(2, {"expert_parallel": True}, marks=pytest.mark.long),
-        (2, {"expert_parallel": True, "speculative_config": NGRAM}),
-        pytest.param(4, {"expert_parallel": True, "speculative_config": NGRAM}, marks=pytest.mark.long),
+        pytest.param(2, {"expert_parallel": True, "speculative_config": NGRAM}, marks=pytest.mark.long),
+        (2, {"expert_parallel": True, "speculative_config": {"method": "mtp", "disable_by_batch_size": 8, **TREE}}),
+        (4, {"expert_parallel": True, "speculative_config": NGRAM}),
     ],
     ids=str,
 )
 def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """A share of each expert on every rank, or whole experts; one token a row and step, or windows."""
+    """A share of each expert on every rank, or whole experts; one token a row and step, or windows, or trees of
+    a drafter with weights."""
+    if (keys := options.get("speculative_config", NGRAM)) != NGRAM:
+        options = options | {"speculative_config": keys | {"model": str(written_drafter(keys["method"], tmp_path))}}
     with rig.rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
     ran = start(world, folder_of(tmp_path / "model", EXPERTS), tmp_path / "found.json", **options)

@@ -50,6 +50,15 @@ def test_any_number_of_ranks_draws_the_same_tokens(world: int, options: dict[str
     assert bool(counters["spec_num_drafts"]) == bool(options)
 
 
+def written_drafter(method: str, folder: Path) -> Path:
+    """A folder below ``folder`` with the config of a drafter for the rig's tiny target."""
+    sizes = {key: value for key, value in TINY.items() if key in drafters.SIZES}
+    (folder / "drafter").mkdir()
+    config = getattr(drafters, f"{method}_config")(**sizes)
+    (folder / "drafter" / "config.json").write_text(json.dumps(config))
+    return folder / "drafter"
+
+
 TREE = {"num_speculative_tokens": 4, "tree_size": 33, "tree_top_k": 6}
 
 
@@ -69,13 +78,9 @@ def test_drafters_of_any_number_of_ranks_leave_the_tokens_right(
     world: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """Drafters with weights, in processes: every rank grows the same chain or tree from its share of the vocabulary."""
-    sizes = {key: value for key, value in TINY.items() if key in drafters.SIZES}
-    config = getattr(drafters, f"{keys['method']}_config")(**sizes)
-    (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
     with rig(depth=0) as engine:
         alone = outcome(run(engine, mixture(SEED)))
-    keys = keys | {"model": str(tmp_path / "drafter"), "disable_by_batch_size": 8}
+    keys = keys | {"model": str(written_drafter(keys["method"], tmp_path)), "disable_by_batch_size": 8}
     found = tmp_path / "found.json"
     ran = start(world, tiny_folder(tmp_path / "model"), found, speculative_config=keys)
     counters = check_tokens(alone, ran, found)

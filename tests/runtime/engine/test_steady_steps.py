@@ -34,12 +34,13 @@ from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.lives import prompt
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.turn_counts import Turn, counted
-from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter, OwnLayer
+from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, OwnLayer
+from tests.runtime.speculate.test_drafted_lives import drafter_of
 
 WIDTH, TREE, ROWS, LENGTH = 4, 8, 4, 256
 BEFORE, WATCHED = 7, 12  # turns: all prompts are computed and the first results landed; those that are counted
 TARGETS: dict[str, dict[str, object]] = {"attention": {}, "gated delta": FAMILIES["qwen3.5"], "mamba": NEMOTRON}
-METHODS = ("ngram", "mtp", "tree")
+METHODS = ("ngram", "mtp", "tree", "dflash", "eagle3", "drawn")  # "tree" and "drawn" of an MTP layer's guesses
 DRAWN = SamplingVariant(random=True)
 
 
@@ -53,13 +54,17 @@ def speculating(method: str, target: str, folder: Path, **limits: Any) -> Iterat
         keys |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
         how["shape"] = TARGETS[target] | {"vocab_size": VOCABULARY}
     elif target == "attention":
-        keys["model"] = str(Drafter("mtp", folder / "mtp").folder)
+        if method in ("dflash", "eagle3"):
+            keys["method"] = method
+        keys["model"] = str(drafter_of(keys["method"], WIDTH, folder / "drafter").folder)
         how["shape"] = SHAPE
     else:
         how["folder"] = OwnLayer(TARGETS[target], folder / "target").folder
     if method == "tree":
         keys |= {"tree_size": TREE, "tree_top_k": 4}
         how["tree"] = TREE
+    if method == "drawn":
+        keys["draft_sample_method"] = "probabilistic"
     proposer = proposer_for(speculative_config(keys), target_folder=how.get("folder"))
     policy = Speculation(WIDTH, mixed_percent=0 if method == "tree" else 100)
     with rig(proposer=proposer, speculation=policy, **(how | limits)) as engine:

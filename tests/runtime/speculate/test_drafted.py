@@ -118,6 +118,16 @@ def test_rows_that_decode_beside_chunks(
     assert check_rounds(drafter, sequences(requests, life)) > 20
 
 
+@pytest.mark.parametrize(("kind", "depth"), [("mtp", 2), ("dflash", 3)])
+def test_trees_beside_chunks_guess_what_the_oracle_does(kind: str, depth: int, tmp_path: Path) -> None:
+    """Paths of several nodes are kept in such steps, so their places, masks and entries are read afterwards."""
+    drafter, requests = Drafter(kind, tmp_path, top_k=4), people(8, (5, 40, 17, 33))
+    limits: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 48, "tree": 16}
+    life = drafted(drafter, requests, 1, depth=depth, speculation=Speculation(5, mixed_percent=100), **limits)
+    assert sum(plan.kind is StepKind.MIXED and plan.width == 5 for plan in life.real_plans) > 3
+    assert check_rounds(drafter, sequences(requests, life)) > 20
+
+
 @pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (0, 2), at_once=1))
 def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
@@ -220,7 +230,8 @@ def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
     assert max(map(max, life.rounds.values())) > 1
 
 
-@pytest.mark.parametrize(("kind", "tree"), covering(KINDS, (0, 12), at_once=1))
+@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     kind: str, tree: int, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason
 from runtime.schedule.speculation import Speculation
 from tests.models.tiny_delta import FAMILIES
@@ -83,17 +84,22 @@ FULL = (
     ("mtp", 8, 2, 109, True),
     ("dflash", 16, 3, 109, True),
     ("eagle3", 4, 4, 46, True),
+    ("mtp", 8, 2, 46, True),
+    ("dflash", 16, 2, 46, True),
     ("own mtp", 4, 2, 109, True),
 )
 
 
 @pytest.mark.parametrize(("kind", "width", "depth", "seed", "tree"), FULL)
 def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tree: bool, tmp_path: Path) -> None:
-    """Evictions, pauses, cancels or stop strings, echoed prompts, in one life."""
+    """Evictions, pauses, cancels or stop strings, echoed prompts, in one life; of seed 46 also windows or trees beside
+    chunks."""
     life, alone = lived(kind, width, depth, seed, tmp_path, tree=tree)
     for name in ("evictions", "pauses", "mixed_steps", "spec_num_accepted_tokens"):
         assert life.counters[name] > 0, name
     assert life.counters["ghost_rows"] > 0 or depth == 0
+    beside = any(plan.kind is StepKind.MIXED and plan.width > 1 for plan in life.real_plans)
+    assert beside == (seed == 46), "rows beside chunks have a window, or a token"
     assert any(life.answers[i][0] != alone.answers[i][0] for i in drawn(seed).cut), "somebody is cut short"
     assert any(entry[2] for entries in life.logprobs.values() for entry in entries), "top-n log-probabilities"
     assert any(score[2] for scores in life.scores.by_request.values() for score in scores.values()), "of prompts, too"

@@ -30,10 +30,11 @@ def asking(method: str, model: Path, tokens: int = 3, **keys: Any) -> dict[str, 
     return {"method": method, "model": str(model), "num_speculative_tokens": tokens, **keys}
 
 
-@pytest.mark.parametrize("method", ["dflash", "mtp"])
+@pytest.mark.parametrize("method", ["dflash", "mtp", "eagle3"])
 def test_a_start_refuses_the_drafter_of_another_target(method: str, tmp_path: Path) -> None:
     """Both values, the file, and what to use instead; no weights are looked for."""
-    folder = write(tmp_path / "drafter", DFLASH if method == "dflash" else MTP, {})
+    own = {"dflash": DFLASH, "mtp": MTP, "eagle3": eagle3_config(**SIZES)}[method]
+    folder = write(tmp_path / "drafter", own, {})
     (folder / "model.safetensors").unlink()
     config = EngineConfig(
         model=str(tiny_folder(tmp_path / "target")),

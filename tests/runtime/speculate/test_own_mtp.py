@@ -27,8 +27,8 @@ from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
-from tests.runtime.speculate.recorded import OwnLayer, Recorder, check_rounds
-from tests.runtime.speculate.test_drafted import people, prompt, sequences
+from tests.runtime.speculate.recorded import FOUR_HEADS, OwnLayer, Recorder, check_rounds
+from tests.runtime.speculate.test_drafted import check_gains_in_float32, people, prompt, sequences
 
 HYBRIDS = {**FAMILIES, "nemotron-h": NEMOTRON}
 FAMILY = pytest.mark.parametrize("family", HYBRIDS)
@@ -83,6 +83,16 @@ def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> Non
     layers = drafter.recorder.inner._draft.layers  # type: ignore[union-attr]
     held = {"qwen3-next": (4, 32, 24) if whole else (8, 16, 24), "nemotron-h": (10, 12, 24)}
     assert layers[-1].mlp.experts.gate_up.shape == held[family], "with two parts of the shared expert beside eight"
+
+
+@pytest.mark.parametrize(("family", "tree"), [("qwen3-next", 0), ("qwen3.5", 12)], ids=["chain", "tree"])
+def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
+    family: str, tree: int, tmp_path: Path
+) -> None:
+    """With experts and as a chain, or dense and as a tree; four ranks have a head of each kind."""
+    shape = FAMILIES[family] | FOUR_HEADS | {"linear_num_key_heads": 4}
+    drafter = OwnLayer(shape, tmp_path, top_k=4 if tree else 0)
+    check_gains_in_float32(drafter, tree=tree, shape=None, folder=drafter.folder)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
