@@ -20,10 +20,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import IO, Any
 
+from runtime.watchdog.parent_death import die_with_parent
 from tests.faults.cases import LIMIT, WORLD
 from tests.faults.rank import NOTE
 from tests.faults.zygote import Launcher, Zygote
@@ -149,6 +151,8 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # Where a limit kills the test, __exit__ does not run: a stopped rank would hold its GPU for half a minute.
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         assert process.stdout is not None
         self._session, self._launched = process.pid, process
