@@ -25,10 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 try:
     from triton import AsyncCompileMode
-    from triton.runtime._async_compile import active_mode
     from triton.runtime.jit import JITFunction
 except ImportError:  # no Triton, or an older one: kernels are compiled one after the other
     AsyncCompileMode = object
+try:  # private to Triton, so it may move: kernels are compiled ahead without it, too
+    from triton.runtime._async_compile import active_mode
+except ImportError:
+    active_mode = None
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +93,8 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         try:
             super().__exit__(*raised)  # waits for every future: Ctrl-C there would leave the mode set for good
         finally:
-            active_mode.set(None)
+            if active_mode is not None:
+                active_mode.set(None)
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         future = super().submit(key, compile_fn, finalize_fn)
