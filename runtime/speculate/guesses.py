@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -89,18 +88,14 @@ class DrawnGuesses:
     def take(self, hidden_BQN: Tensor) -> Tensor:
         batch, count = hidden_BQN.shape[:2]
         before = sum(index_BQ.shape[1] for index_BQ, _ in self._taken)
-        device = hidden_BQN.device
-        rows = self._sampling.select(torch.arange(batch, device=device).repeat_interleave(count))
-        offset_T = torch.arange(before, before + count, device=device).repeat(batch)
-        rows = replace(rows, position=rows.position.to(torch.int64) + offset_T)
-        logits_TD = self._head.all_logits(hidden_BQN.flatten(0, 1))
-        index_T, probs_TD = draw_guesses(logits_TD, self._head.ids_V, rows, self._variant)
-        index_BQ = index_T.view(batch, count)
-        self._taken.append((index_BQ, probs_TD.view(batch, count, -1)))
+        logits_RD = self._head.all_logits(hidden_BQN.flatten(0, 1))
+        index_R, probs_RD = draw_guesses(logits_RD, self._head.ids_V, self._sampling, self._variant, before)
+        index_BQ = index_R.view(batch, count)
+        self._taken.append((index_BQ, probs_RD.view(batch, count, -1)))
         return self._head.target_ids(index_BQ)
 
     def proposed(self) -> Proposed:
-        index_BQ, probs_BQD = (torch.cat(parts, 1) for parts in zip(*self._taken, strict=True))
+        index_BQ, probs_BQD = (_side_by_side(parts) for parts in zip(*self._taken, strict=True))
         drafted = Drafted(probs_BQD, index_BQ, self._head.ids_V)
         return Proposed(self._head.target_ids(index_BQ), drafted=drafted)
 

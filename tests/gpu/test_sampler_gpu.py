@@ -171,30 +171,77 @@ def test_tokens_and_verdicts_of_edited_rows_are_those_of_the_cpu(vocab: int) -> 
     assert verdict.finish_B.tolist() == wanted_verdict.finish_B.tolist()
 
 
-@pytest.mark.parametrize("vocab", VOCABS[1:])
-@pytest.mark.parametrize("features", VARIANTS[1:], ids=["random", "filters", "all"])
-def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(vocab: int, features: SamplingVariant) -> None:
-    """Windows of two tokens: a guess drawn from one row's logits, looked at with another's. Guesses among some ids."""
-    logits, rows, seen = _mixture(vocab, vocab)
-    logits[2], logits[4, 1] = logits[3], float("nan")  # where the drafter is the target, nothing is left of a residual
-    ids = torch.arange(0, vocab, 2)
+def _drawn(
+    device: str, logits: torch.Tensor, rows: SamplingInputs, seen: SeenTokens, features: SamplingVariant,
+    ids: torch.Tensor | None, *, guesses: int, at_once: int, q: float | None = None,
+) -> list[object]:  # fmt: skip
+    """Guesses of a drafter whose logits are those of the next row, taken ``at_once``, and what comes of their windows:
+    everything that is found, whole. ``q``: a probability to say that all were drawn with, which is none."""
+    there, whole, width = _moved(rows, device), logits.to(device), guesses + 1
+    batch = len(logits) // width
+    ids_D = None if ids is None else ids.to(device)
+    windows = there.select(torch.arange(batch * width, device=device))
+    of_rows = there.select(torch.arange(0, batch * width, width, device=device))
+    draft_BWV = whole.roll(-1, 0)[: batch * width].view(batch, width, -1)
+    draft_BWD = draft_BWV if ids_D is None else draft_BWV[:, :, ids_D]
+    taken = []
+    for first in range(0, guesses, at_once):
+        logits_RD = draft_BWD[:, first : first + at_once].flatten(0, 1)
+        index_R, probs_RD = rejection.draw_guesses(logits_RD, ids_D, of_rows, features, first)
+        taken.append((index_R.view(batch, at_once), probs_RD.view(batch, at_once, -1)))
+    index_BQ, probs_BQD = (torch.cat(parts, 1) for parts in zip(*taken, strict=True))
+    proposals_BW = torch.zeros(batch, width, dtype=torch.int64, device=device)
+    proposals_BW[:, 1:] = index_BQ if ids_D is None else ids_D[index_BQ]
+    some = torch.arange(batch, device=device) % 3 != 1
+    told_BQD = probs_BQD if q is None else torch.full_like(probs_BQD, q)
+    drafted = rejection.Drafted(told_BQD, index_BQ, ids_D, some)
+    counts = SeenTokens(seen.counts.to(device), seen.prompt.to(device))
+    counts = SeenTokens(counts.counts[: batch * width], counts.prompt[: batch * width])
+    draw, verdict = rejection.draw_window(
+        whole[: batch * width], windows, features, proposals_BW[:, 1:], drafted, counts
+    )
+    return [part.tolist() for part in (index_BQ, probs_BQD.view(torch.int32), *draw, *verdict)]
 
-    def drawn(device: str) -> list[list[int]]:
-        there, whole = _moved(rows, device), logits.to(device)
-        of_windows = there.select(torch.arange(0, ROWS, 2, device=device))
-        draft = whole.roll(-1, 0)[::2][:, ids.to(device)]
-        index_B, probs_BD = rejection.draw_guesses(draft, ids.to(device), of_windows, features)
-        drafted = rejection.Drafted(probs_BD[:, None], index_B[:, None], ids.to(device))
-        proposals_BQ = ids.to(device)[index_B][:, None]
-        counts = SeenTokens(seen.counts.to(device), seen.prompt.to(device))
-        draw = rejection.draw_window(whole, there, features, proposals_BQ, drafted, counts)
-        return [index_B.tolist(), draw.token_B.tolist(), draw.ok_B.tolist()]
 
-    found = drawn(DEVICE)
+def _same_drawn(*given: Any, **of_it: Any) -> list[object]:
+    """``_drawn`` on the device, which is that of the CPU."""
+    found = _drawn(DEVICE, *given, **of_it)
     with pytest.MonkeyPatch.context() as patch:
         for module in (sampler, rejection):
             patch.setattr(module, "kernels_for", lambda tensor: None)
-        assert found == drawn("cpu")
+        assert found == _drawn("cpu", *given, **of_it)
+    return found
+
+
+@pytest.mark.parametrize("vocab", VOCABS[1:])
+@pytest.mark.parametrize("features", VARIANTS[1:], ids=["random", "filters", "all"])
+@pytest.mark.parametrize("some_ids", [True, False])
+def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(
+    vocab: int, features: SamplingVariant, some_ids: bool
+) -> None:
+    """Windows of three tokens, their guesses drawn one by one, as an MTP layer's are."""
+    logits, rows, seen = _mixture(vocab, vocab)
+    logits[2], logits[4, 1] = logits[3], float("nan")  # where the drafter is the target, nothing is left of a residual
+    ids = torch.arange(0, vocab, 2) if some_ids else None
+    _same_drawn(logits, rows, seen, features, ids, guesses=2, at_once=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_of_drawn_guesses_and_what_no_drafter_may_say(dtype: torch.dtype) -> None:
+    """All guesses of a window at once, as a block drafter's are. Rows that cannot be used give the same, too: guess 0
+    and no probability. Where every q is larger than p nothing is left of a residual, and the token comes from p."""
+    vocab = VOCABS[-2]
+    logits, rows, seen = _mixture(11, vocab)
+    logits[1], logits[4, 5], logits[5, 7] = float("-inf"), float("inf"), float("nan")
+    logits = logits.to(dtype)
+    features = SamplingVariant(random=True)
+    given = logits, rows, seen, features, None
+    index_BQ, _, _, ok_T, *_ = _same_drawn(*given, guesses=2, at_once=2)
+    assert isinstance(index_BQ, list)
+    assert isinstance(ok_T, list)
+    assert index_BQ[0][0] == index_BQ[1][0] == 0
+    assert ok_T[:6] == [True, False, True, True, False, False]
+    _same_drawn(*given, guesses=2, at_once=2, q=1.0)
 
 
 def _split(logits: torch.Tensor, rows: SamplingInputs, features: SamplingVariant, tp: int) -> Draw:

@@ -13,16 +13,18 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of {draw,filters,shares,penalties,logprobs,logit_edits}_triton.py."""
+    """Entry points of {draw,filters,shares,penalties,logprobs,logit_edits,rejection}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    draw_guesses: Callable[..., tuple[Tensor, Tensor]]
     edit_logits: Callable[..., Tensor]
     filtered_candidates: Callable[..., tuple[Tensor, Tensor, Tensor]]
     local_share: Callable[..., Tensor]
     merge_shares: Callable[..., tuple[Tensor, Tensor]]
     shape_logits: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    window_candidates: Callable[..., tuple[Tensor, Tensor]]
 
 
 def kernels_for(tensor: Tensor) -> SamplingKernels | None:
@@ -40,6 +42,7 @@ def triton_kernels() -> SamplingKernels | None:
             logit_edits_triton,
             logprobs_triton,
             penalties_triton,
+            rejection_triton,
             shares_triton,
         )
     except ImportError:
@@ -47,10 +50,12 @@ def triton_kernels() -> SamplingKernels | None:
     return SamplingKernels(
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
+        draw_guesses=rejection_triton.draw_guesses,
         edit_logits=logit_edits_triton.edit_logits,
         filtered_candidates=filters_triton.filtered_candidates,
         local_share=shares_triton.local_share,
         merge_shares=shares_triton.merge_shares,
         shape_logits=penalties_triton.shape_logits,
         token_logprobs=logprobs_triton.token_logprobs,
+        window_candidates=rejection_triton.window_candidates,
     )

@@ -11,12 +11,13 @@ position's numbers for the round that does: they have decided nothing yet.
 
 q has the request's temperature and its top-k, top-p and min-p, taken of q; not its penalties, ``min_tokens`` and edits,
 which p has: a guess that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
-any order of summation. Graph-safe; in torch, but for what finds the filters' thresholds.
-Shape letters: B rows, Q guesses of each, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
+any order of summation. Graph-safe. In torch, which is the reference of rejection_triton.py.
+Shape letters: B rows, Q guesses of each, R = B * Q, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.execute.sampling.exact_math import exp_weights, log
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
-from runtime.execute.sampling.kernels import kernels_for
+from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
 from runtime.execute.sampling.logit_edits import RowEdits
 from runtime.execute.sampling.penalties import SeenTokens
-from runtime.execute.sampling.sampler import Draw, is_random, scaled, shaped
+from runtime.execute.sampling.sampler import Draw, Verdict, is_random, merge_and_check, scaled, shaped, stop_check
 
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -60,7 +61,8 @@ def distribution(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVari
     scores_BV = scaled(logits_BV.to(torch.float32), rows, features)
     largest_B = scores_BV.amax(1)
     if features.filters:
-        scores_BV = torch.where(scores_BV >= _threshold(logits_BV, scores_BV, rows)[:, None], scores_BV, float("-inf"))
+        threshold_B = survival_threshold(scores_BV, rows)[0]
+        scores_BV = torch.where(scores_BV >= threshold_B[:, None], scores_BV, float("-inf"))
     ok_B = largest_B.isfinite()
     weights_BV = exp_weights(torch.where(ok_B[:, None], scores_BV - largest_B[:, None], float("-inf")))
     total_B = weights_BV.sum(1).clamp(min=1)
@@ -68,16 +70,32 @@ def distribution(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVari
 
 
 def draw_guesses(
-    logits_BD: Tensor, ids_D: Tensor | None, rows: SamplingInputs, features: SamplingVariant
+    logits_RD: Tensor, ids_D: Tensor | None, rows: SamplingInputs, features: SamplingVariant, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(draft ids int64 [B], probs_BD of Drafted) of a guess a row, from a drafter's logits by draft id, all of them.
+    """(draft ids int64 [R], probs_RD of Drafted) of the next Q guesses a row, from a drafter's logits (float32 or
+    bfloat16) by draft id, all of them.
 
-    ``rows.position``: of the token that is guessed. A greedy row gets the likeliest.
+    ``rows``: of B; ``position``: of the first guess of a round. ``first``: so many were taken in this round before. A
+    greedy row gets the likeliest; one whose logits are not usable gets draft id 0.
     """
-    found = distribution(logits_BD, rows, features)
-    random_B = is_random(rows)
-    scores_BD = found.scores_BV + _noise(rows, Purpose.DRAFT, random_B, logits_BD.shape[1], ids_D)
-    return scores_BD.max(1).indices, found.probs_BV * random_B[:, None]
+    count = logits_RD.shape[0] // rows.position.shape[0]
+    if (kernels := kernels_for(logits_RD)) is not None:
+        threshold_R = _threshold(kernels, logits_RD, _each(rows, count, first)) if features.filters else None
+        columns = rows.temperature, rows.seed, rows.position
+        return kernels.draw_guesses(logits_RD, ids_D, *columns, threshold_R, first=first, purpose=int(Purpose.DRAFT))
+    rows = _each(rows, count, first)
+    found = distribution(logits_RD, rows, features)
+    random_R = is_random(rows)
+    scores_RD = found.scores_BV + _noise(rows, Purpose.DRAFT, random_R, logits_RD.shape[1], ids_D)
+    return torch.where(found.ok_B, scores_RD.max(1).indices, 0), found.probs_BV * random_R[:, None]
+
+
+def _each(rows: SamplingInputs, count: int, first: int) -> SamplingInputs:
+    """Of every guess, ``count`` a row, the first of which is so many behind ``position``."""
+    if count > 1:
+        rows = rows.select(torch.arange(rows.position.shape[0], device=rows.seed.device).repeat_interleave(count))
+    offset_R = torch.arange(first, first + count, device=rows.seed.device).repeat(rows.position.shape[0] // count)
+    return replace(rows, position=rows.position.to(torch.int64) + offset_R)
 
 
 def draw_window(
@@ -88,14 +106,28 @@ def draw_window(
     drafted: Drafted,
     seen: SeenTokens | None = None,
     edits: RowEdits | None = None,
-) -> Draw:
+) -> tuple[Draw, Verdict]:
     """A token for each of the T = B * W rows of windows, row-major: the guess that follows it where that is kept.
 
-    logits_TV: the target's, all of them; ``rows``, ``seen`` and ``edits`` as for ``sample``. Of rows without a drawn
-    guess (the last of each window, greedy ones) it is drawn from p; in greedy rows the likeliest.
+    logits_TV: the target's, all of them; ``rows``, ``seen`` and ``edits`` as for ``sample_and_check``. Of rows without
+    a drawn guess (the last of each window, greedy ones) it is drawn from p; in greedy rows the likeliest.
     """
+    logits_TV = shaped(logits_TV, 0, rows, features, seen, edits)
+    if (kernels := kernels_for(logits_TV)) is not None:
+        candidates_T1, largest_T = kernels.window_candidates(
+            logits_TV,
+            proposals_BQ,
+            *drafted,
+            rows.temperature,
+            rows.seed,
+            rows.position,
+            _threshold(kernels, logits_TV, rows) if features.filters else None,
+            token=int(Purpose.TOKEN),
+            accept=int(Purpose.ACCEPT),
+        )
+        return merge_and_check(candidates_T1, largest_T, rows=rows)
     (batch, count), vocab = proposals_BQ.shape, logits_TV.shape[1]
-    target = distribution(shaped(logits_TV, 0, rows, features, seen, edits), rows, features)
+    target = distribution(logits_TV, rows, features)
     probs_BQV = target.probs_BV.view(batch, count + 1, vocab)[:, :count]
     p_BQ = probs_BQV.gather(2, proposals_BQ[:, :, None])[:, :, 0]
     q_BQ = drafted.probs_BQD.gather(2, drafted.index_BQ[:, :, None])[:, :, 0]
@@ -112,7 +144,8 @@ def draw_window(
     scores_TV = scores_BWV.view(-1, vocab) + _noise(rows, Purpose.TOKEN, is_random(rows), vocab)
     token_BW = scores_TV.max(1).indices.view(batch, count + 1)
     token_BW[:, :count] = torch.where(kept_BQ, proposals_BQ, token_BW[:, :count])
-    return Draw(torch.where(target.ok_B, token_BW.view(-1), 0), target.ok_B)
+    draw = Draw(torch.where(target.ok_B, token_BW.view(-1), 0), target.ok_B)
+    return draw, stop_check(draw.token_B, rows, draw.ok_B)
 
 
 def _less(probs_BQV: Tensor, drafted: Drafted) -> Tensor:
@@ -123,10 +156,8 @@ def _less(probs_BQV: Tensor, drafted: Drafted) -> Tensor:
     return found_BQV.index_copy_(2, drafted.ids_D, found_BQV.index_select(2, drafted.ids_D) - drafted.probs_BQD)
 
 
-def _threshold(logits_BV: Tensor, scores_BV: Tensor, rows: SamplingInputs) -> Tensor:
+def _threshold(kernels: SamplingKernels, logits_BV: Tensor, rows: SamplingInputs) -> Tensor:
     """float32 [B]: scores of at least that survive the filters."""
-    if (kernels := kernels_for(logits_BV)) is None:
-        return survival_threshold(scores_BV, rows)[0]
     limits = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     return kernels.filtered_candidates(logits_BV, 0, *limits, rows.seed, rows.position, purpose=int(Purpose.TOKEN))[1]
 

@@ -18,7 +18,7 @@ from runtime.execute.sampling.logit_edits import RowEdits, edits_in_tree, edits_
 from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_tree, seen_in_window
 from runtime.execute.sampling.rejection import Drafted, draw_window
-from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check, stop_check
+from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.step.step_io import write_back
 from runtime.execute.step.window_io import Committed, Window, commit_window
@@ -137,6 +137,6 @@ class Tail:
     ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
         """By rejection sampling, over whole rows of logits on every rank."""
         logits_TV, sampling = self._model.gather_logits(local_TV), window.sampling
-        draw = draw_window(logits_TV, sampling, variant, window.tokens_BW[:, 1:], drafted, seen, edits)
+        draw, verdict = draw_window(logits_TV, sampling, variant, window.tokens_BW[:, 1:], drafted, seen, edits)
         logprobs = token_logprobs(logits_TV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
-        return draw, stop_check(draw.token_B, sampling, draw.ok_B), logprobs
+        return draw, verdict, logprobs

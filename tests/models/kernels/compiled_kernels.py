@@ -42,7 +42,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
-from runtime.execute.sampling import draft_tree_triton
+from runtime.execute.sampling import draft_tree_triton, rejection_triton
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.prefill import shorter_prefills
 from runtime.speculate import draft_triton, likeliest_triton
@@ -93,6 +93,7 @@ def dense(driver: CompilingDriver) -> None:
     copy_blocks(torch.empty(1, dtype=torch.int64, device=META), pairs, 300, words=32 * 128 * 128, halves=36)
     draft_trees(driver)
     windows(driver)
+    drawn_guesses(driver)
     same_bits(driver, "8b", buckets=(1, 64))
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
@@ -166,6 +167,35 @@ def windows(driver: CompilingDriver) -> None:
     state = made(rows, 4096, dtype=torch.bfloat16)
     draft_triton.keep(state, state, numbers, numbers, made(rows, dtype=torch.bool))
     joined_norms(state, state[0], state, state[0], 1e-6, True)
+
+
+def drawn_guesses(driver: CompilingDriver) -> None:
+    """Rejection sampling over windows of 4 tokens: guesses one by one, among all ids or some, with filters or without,
+    of all rows or, as beside chunks, of those that decode."""
+    driver.where = "drawn guesses"
+    batch, guesses, vocab = 8, 3, 151936
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    def columns(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return made(rows), made(rows, dtype=torch.int64), made(rows, dtype=torch.int32)
+
+    tokens = batch * (guesses + 1)
+    index_BQ = made(batch, guesses, dtype=torch.int64)
+    for draft, ids_D in ((vocab, None), (32768, made(32768, dtype=torch.int64))):
+        for filtered in (False, True):
+            threshold_B, threshold_T = (made(rows) if filtered else None for rows in (batch, tokens))
+            rejection_triton.draw_guesses(
+                made(batch, draft, dtype=torch.bfloat16), ids_D, *columns(batch), threshold_B, first=2, purpose=2
+            )
+            for drawn_B in (None, made(batch, dtype=torch.bool)):
+                rejection_triton.window_candidates(
+                    made(tokens, vocab, dtype=torch.bfloat16),
+                    *(index_BQ, made(batch, guesses, draft), index_BQ, ids_D, drawn_B, *columns(tokens), threshold_T),
+                    token=0,
+                    accept=1,
+                )
 
 
 def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:
@@ -470,6 +500,7 @@ def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dty
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
+    "drawn": drawn_guesses,
     "more-dense": more_dense,
     "experts": experts,
     "more-experts": more_experts,

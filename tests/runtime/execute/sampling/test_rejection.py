@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.execute.sampling.acceptance import accept
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.rejection import Drafted, distribution, draw_guesses, draw_window
-from runtime.execute.sampling.sampler import sample, stop_check
+from runtime.execute.sampling.sampler import sample
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.sampling import sampling_reference as reference
 from tests.runtime.execute.sampling.sampling_cases import rows_for
@@ -79,15 +79,15 @@ def play(
         guesses, parts = [newest], []
         for number in range(width - 1):
             logits_BD = draft[guesses[-1]] if ids_D is None else draft[guesses[-1]][:, ids_D]
-            index_B, probs_BD = draw_guesses(logits_BD, ids_D, replace(rows, position=length + number), variant)
+            index_B, probs_BD = draw_guesses(logits_BD, ids_D, replace(rows, position=length), variant, number)
             parts.append((index_B, probs_BD))
             guesses.append(index_B if ids_D is None else ids_D[index_B])
         tokens_BW = torch.stack(guesses, 1)
         index_BQ, probs_BQD = (torch.stack(part, 1) for part in zip(*parts, strict=True))
         windows = repeated(rows, length[:, None] + torch.arange(width))
         drafted = mutate(Drafted(probs_BQD, index_BQ, ids_D))
-        draw = draw_window(target[tokens_BW.view(-1)], windows, variant, tokens_BW[:, 1:], drafted)
-        accepted = accept(draw, stop_check(draw.token_B, windows, draw.ok_B), tokens_BW[:, 1:])
+        draw, verdict = draw_window(target[tokens_BW.view(-1)], windows, variant, tokens_BW[:, 1:], drafted)
+        accepted = accept(draw, verdict, tokens_BW[:, 1:])
         count = accepted.count_B.to(torch.int64)
         first = count - 1 if first is None else first
         going = length - begin < TOKENS
@@ -205,7 +205,7 @@ def test_greedy_rows_are_those_of_sample_and_keep_by_comparison() -> None:
     tokens_BW = torch.stack((before, index_B), 1)
     windows = repeated(rows, rows.position[:, None] + torch.arange(2))
     drafted = Drafted(probs_BD[:, None], index_B[:, None], None)
-    draw = draw_window(target[tokens_BW.view(-1)], windows, variant, index_B[:, None], drafted)
+    draw, _ = draw_window(target[tokens_BW.view(-1)], windows, variant, index_B[:, None], drafted)
     assert torch.equal(draw.token_B, sample(target[tokens_BW.view(-1)], windows, variant).token_B)
 
 
@@ -222,7 +222,7 @@ def test_rows_that_cannot_be_used() -> None:
     logits[4] = float("-inf")
     windows = repeated(rows, rows.position[:, None] + torch.arange(2))
     drafted = Drafted(probs_BD[:, None], index_B[:, None], None)
-    draw = draw_window(logits, windows, variant, index_B[:, None], drafted)
+    draw, _ = draw_window(logits, windows, variant, index_B[:, None], drafted)
     assert draw.ok_B.tolist() == [True, True, False, True, False, True]
     usable = draw.ok_B
     assert torch.equal(draw.token_B[usable], sample(logits, windows, variant).token_B[usable])
