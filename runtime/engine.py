@@ -70,7 +70,8 @@ class ServedModel:
             return None
         return (
             f"the request needs {wanted}, but beside the KV cache there is memory for {self.widest} only: start with a "
-            "lower --memory-fraction or --max-num-seqs, or with --warm penalised, which keeps memory for it"
+            "lower --memory-fraction or --max-num-seqs, with fewer speculative tokens where there are any, or with "
+            "--warm penalised, which keeps memory for it"
         )
 
 
