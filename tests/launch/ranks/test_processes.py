@@ -101,7 +101,7 @@ def test_a_process_that_is_ended_in_the_middle_goes_on_where_it_was(tmp_path: Pa
     process = subprocess.Popen(
         [sys.executable, "-m", *program(tmp_path, "--max-num-seqs", "4")],
         cwd=ROOT,
-        env=environment(FAKE_STEP_SECONDS="0.005"),
+        env=environment(FAKE_STEP_SECONDS="0.03"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
