@@ -39,7 +39,7 @@ from tests.runtime.execute.sampling.sampling_cases import random_params, rows_fo
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton, listing_triton, threshold_triton  # noqa: E402
+from runtime.execute.sampling import filters_triton, listing_triton, rejection_triton, threshold_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -180,8 +180,9 @@ def _drawn(
     there, whole, width = _moved(rows, device), logits.to(device), guesses + 1
     batch = len(logits) // width
     ids_D = None if ids is None else ids.to(device)
-    windows = there.select(torch.arange(batch * width, device=device))
     of_rows = there.select(torch.arange(0, batch * width, width, device=device))
+    windows = of_rows.select(torch.arange(batch, device=device).repeat_interleave(width))
+    windows = replace(windows, position=windows.position + torch.arange(width, device=device).repeat(batch))
     draft_BWV = whole.roll(-1, 0)[: batch * width].view(batch, width, -1)
     draft_BWD = draft_BWV if ids_D is None else draft_BWV[:, :, ids_D]
     taken = []
@@ -213,29 +214,46 @@ def _same_drawn(*given: Any, **of_it: Any) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("vocab", VOCABS[1:])
-@pytest.mark.parametrize("features", VARIANTS[1:], ids=["random", "filters", "all"])
+def _flat_mixture(seed: int, vocab: int) -> tuple[torch.Tensor, SamplingInputs, SeenTokens]:
+    """``_mixture`` of more rows, whose scores are so near to each other that every number of a draw tells."""
+    logits, rows, seen = _mixture(seed, vocab, rows=24 if INTERPRETED else 240)
+    return logits * 0.3, rows, seen
+
+
+@pytest.fixture(params=[True, False], ids=["many programs a row", "one"])
+def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether blocks of a row are looked at side by side, or each knows what those before it reached."""
+    if not request.param:
+        monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab: (1, vocab))
+    if INTERPRETED:
+        monkeypatch.setattr(rejection_triton, "_BLOCK", 512)
+        if request.param:
+            monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab: (-(-vocab // 1024), 1024))
+
+
+@pytest.mark.usefixtures("split_rows")
+@pytest.mark.parametrize("vocab", [7, 1300] if INTERPRETED else [7, *VOCABS[2:]])
+@pytest.mark.parametrize("features", [VARIANTS[1], VARIANTS[-1]], ids=["random", "all"])
 @pytest.mark.parametrize("some_ids", [True, False])
 def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(
     vocab: int, features: SamplingVariant, some_ids: bool
 ) -> None:
     """Windows of three tokens, their guesses drawn one by one, as an MTP layer's are."""
-    logits, rows, seen = _mixture(vocab, vocab)
+    logits, rows, seen = _flat_mixture(vocab, vocab)
     logits[2], logits[4, 1] = logits[3], float("nan")  # where the drafter is the target, nothing is left of a residual
     ids = torch.arange(0, vocab, 2) if some_ids else None
     _same_drawn(logits, rows, seen, features, ids, guesses=2, at_once=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_of_drawn_guesses_and_what_no_drafter_may_say(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("features", VARIANTS[1:3], ids=["random", "filters"])
+def test_a_block_of_drawn_guesses_and_what_no_drafter_may_say(features: SamplingVariant, dtype: torch.dtype) -> None:
     """All guesses of a window at once, as a block drafter's are. Rows that cannot be used give the same, too: guess 0
     and no probability. Where every q is larger than p nothing is left of a residual, and the token comes from p."""
-    vocab = VOCABS[-2]
-    logits, rows, seen = _mixture(11, vocab)
+    vocab = 600 if INTERPRETED else VOCABS[-2]
+    logits, rows, seen = _flat_mixture(11, vocab)
     logits[1], logits[4, 5], logits[5, 7] = float("-inf"), float("inf"), float("nan")
-    logits = logits.to(dtype)
-    features = SamplingVariant(random=True)
-    given = logits, rows, seen, features, None
+    given = logits.to(dtype), rows, seen, features, None
     index_BQ, _, _, ok_T, *_ = _same_drawn(*given, guesses=2, at_once=2)
     assert isinstance(index_BQ, list)
     assert isinstance(ok_T, list)

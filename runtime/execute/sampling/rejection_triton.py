@@ -191,19 +191,17 @@ def _spread_kernel(
     if FILTERED:
         threshold = tl.load(threshold_ptr + row)
     largest = tl.load(largest_ptr + row)
-    ok = is_finite(largest)
     total = _total(sums_ptr, row, parts, PARTS)
-    drawn = ok & (is_random > 0.0)
     begin = part * per_program
     for start in range(begin, tl.minimum(begin + per_program, vocab), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
         score = _scores(row_ptr, column, inside, factor, threshold, FILTERED)
-        probability = tl.div_rn(exp_weights(score - largest).to(tl.float32), total)
-        tl.store(out_ptr + column, tl.where(drawn, probability, 0.0), mask=inside)
+        probability = tl.div_rn(exp_weights(score - largest).to(tl.float32), total)  # 0 where the largest is no number
+        tl.store(out_ptr + column, probability * is_random, mask=inside)
     if part == 0:
         best = 0x7FFFFFFF - (_best_key(keys_ptr, row, parts, PARTS) & 0xFFFFFFFF)
-        tl.store(index_ptr + row, tl.where(ok, best, 0))
+        tl.store(index_ptr + row, tl.where(is_finite(largest), best, 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
@@ -268,14 +266,13 @@ def _residual_kernel(
     p = tl.div_rn(exp_weights(of_guess - largest).to(tl.float32), total)
     low, high = row_key(seed, position, ACCEPT)
     coin = tl.minimum(uniform(random_words(low, high, tl.zeros([], tl.int32))), 0.999999940395355224609375)
-    kept = drawn & is_finite(largest) & (coin * q < p)
+    kept = drawn & (coin * q < p)  # p is 0 where the largest is no number
 
     best = tl.full([BLOCK], -2147483648, tl.int32)
     best_column = tl.zeros([BLOCK], tl.int32)
     if kept:
-        if part == 0:  # the rank of +inf
-            best = tl.full([BLOCK], 2139095040, tl.int32)
-            best_column = tl.zeros([BLOCK], tl.int32) + guess.to(tl.int32)
+        best = tl.full([BLOCK], 2139095040, tl.int32)  # the rank of +inf
+        best_column = tl.zeros([BLOCK], tl.int32) + guess.to(tl.int32)
     else:
         low, high = row_key(seed, position, TOKEN)
         reached = tl.full([], float("-inf"), tl.float32)
