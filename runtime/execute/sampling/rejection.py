@@ -80,7 +80,9 @@ def draw_guesses(
     """
     count = logits_RD.shape[0] // rows.position.shape[0]
     if (kernels := kernels_for(logits_RD)) is not None:
-        threshold_R = _threshold(kernels, logits_RD, _each(rows, count, first)) if features.filters else None
+        threshold_R = None
+        if features.filters:  # which are the same at any position
+            threshold_R = _threshold(kernels, logits_RD, rows if count == 1 else _each(rows, count, first))
         columns = rows.temperature, rows.seed, rows.position
         return kernels.draw_guesses(logits_RD, ids_D, *columns, threshold_R, first=first, purpose=int(Purpose.DRAFT))
     rows = _each(rows, count, first)
