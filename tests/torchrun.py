@@ -66,6 +66,8 @@ class Running:
         code = self._launcher.wait(patience_s)
         if code is None:
             os.killpg(self.pid, signal.SIGABRT)  # each process tells where its threads stand, and ends
+            for reader in self._readers:
+                reader.join(10)  # until nobody writes any more: the launcher may end before its ranks have told
             self._launcher.wait(10)
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
