@@ -55,7 +55,7 @@ def run_job(bundles: Path, fault: str, world: int = 3, step: int = 20) -> tuple[
             for rank in range(world)
         ]
         try:
-            said = [process.communicate(timeout=20)[1] for process in processes]
+            said = [process.communicate(timeout=120)[1] for process in processes]
         finally:
             for process in processes:
                 with process:
@@ -149,7 +149,7 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while _running(grandchild) and time.monotonic() < until:
         time.sleep(0.01)
     assert not _running(grandchild)
@@ -169,7 +169,7 @@ def test_a_parent_that_is_gone_already_is_noticed() -> None:
 
 
 def test_health_means_progress(tmp_path: Path) -> None:
-    limit = 1.0
+    limit = 2.0
     left: list[int] = []
     plane = SingleRankControl()
     watchdog = Watchdog(plane, options(tmp_path, limit=limit), leave=left.append)
@@ -190,7 +190,7 @@ def test_health_means_progress(tmp_path: Path) -> None:
         assert left == [EXIT_CODE]
         assert not watchdog.health().ok
         assert watchdog.verdict is not None
-        assert watchdog.verdict.text.startswith("rank 0 stands still at step 2 in run (limit 1 s)")
+        assert watchdog.verdict.text.startswith("rank 0 stands still at step 2 in run (limit 2 s)")
     finally:
         watchdog.stop()
     assert json.loads((tmp_path / "bundles" / "summary.json").read_text())["culprit"] == 0
