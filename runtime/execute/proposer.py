@@ -56,9 +56,9 @@ class Proposed(NamedTuple):
     ``parents_BQ`` (int64) or None: guesses are the nodes 1 to Q of a tree whose root, node 0, is the last token; each
     has a smaller number than its children, which are different tokens. None: each guess follows the one before it.
 
-    ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not; of roles that verify guesses of
-    some rows only, proposers leave it out. ``scripted_B`` (integers, 0..Q) or None: so many guesses are kept whatever
-    the target draws. That changes the text, so only benchmarks ask for it.
+    ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not. Proposers leave it None; a role
+    sets it where only some of its rows have guesses. ``scripted_B`` (integers, 0..Q) or None: so many guesses are kept
+    whatever the target draws. That changes the text, so only benchmarks ask for it.
     ``drafted`` or None: what the guesses were drawn from, for rejection sampling; without it they are compared with the
     target's own draws.
     """

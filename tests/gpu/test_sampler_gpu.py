@@ -224,11 +224,11 @@ def _flat_mixture(seed: int, vocab: int) -> tuple[torch.Tensor, SamplingInputs, 
 def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether blocks of a row are looked at side by side, or each knows what those before it reached."""
     if not request.param:
-        monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab: (1, vocab))
+        monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab, block: (1, vocab))
     if INTERPRETED:
         monkeypatch.setattr(rejection_triton, "_BLOCK", 512)
         if request.param:
-            monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab: (-(-vocab // 1024), 1024))
+            monkeypatch.setattr(rejection_triton, "split_rows", lambda rows, vocab, block: (-(-vocab // 1024), 1024))
 
 
 @pytest.mark.usefixtures("split_rows")

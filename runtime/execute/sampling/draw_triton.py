@@ -171,6 +171,25 @@ def inverse_temperature(temperature):
     return factor, is_random.to(tl.float32)
 
 
+@triton.jit
+def best_with_noise(best, best_column, reached, score, words, column, inside, is_random, is_first):
+    """(best rank of each lane, its column, the best score of all) behind another block, whose scores get their noise.
+
+    ``reached``: the best score before it, of no meaning where the block ``is_first``.
+    """
+    worth = is_first
+    if not worth:  # few blocks have a score that its noise could make the best; a NaN is always worth a look
+        beaten = score + gumbel_bound(words) * is_random < reached
+        worth = tl.sum((inside & (beaten == 0)).to(tl.int32), 0) > 0
+    if worth:
+        rank = ordered(score + gumbel(words) * is_random)
+        better = (rank > best) & inside
+        best = tl.where(better, rank, best)
+        best_column = tl.where(better, column, best_column)
+        reached = unordered(tl.max(best, 0))
+    return best, best_column, reached
+
+
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _best_kernel(
     logits_ptr,
@@ -206,16 +225,9 @@ def _best_kernel(
         if RANDOM:
             score = score * factor
             words = random_words(low, high, column + vocab_start)
-            worth = start == first
-            if not worth:  # few blocks have a score that its noise could make the best; a NaN is always worth a look
-                beaten = score + gumbel_bound(words) * is_random < reached
-                worth = tl.sum((inside & (beaten == 0)).to(tl.int32), 0) > 0
-            if worth:
-                rank = ordered(score + gumbel(words) * is_random)
-                better = (rank > best) & inside
-                best = tl.where(better, rank, best)
-                best_column = tl.where(better, column, best_column)
-                reached = unordered(tl.max(best, 0))
+            best, best_column, reached = best_with_noise(
+                best, best_column, reached, score, words, column, inside, is_random, start == first
+            )
         else:
             rank = ordered(score)
             better = (rank > best) & inside

@@ -21,9 +21,9 @@ from runtime.execute.sampling.draw_triton import (
     ANY_POINTER,
     EXACT,
     PURPOSE_STEP,
+    best_with_noise,
     exp_weights,
     gumbel,
-    gumbel_bound,
     inverse_temperature,
     log,
     ordered,
@@ -36,9 +36,19 @@ from runtime.execute.sampling.draw_triton import (
 from runtime.execute.sampling.limits_triton import is_finite
 
 _BLOCK = 2048
-_PARTS = 128  # programs of a row that one program reads at once: as many as 262,144 logits are cut into
+_PARTS = 128  # programs of a row that one program reads at once at least: as many as 262,144 logits are cut into
 _NUMBERS = [*ANY_NUMBER, "first", "count", "width", "probs_stride", "guess_stride", "index_stride", "proposals_stride"]
 _POINTERS = [*ANY_POINTER, "ranks_ptr", "sums_ptr", "probs_ptr", "index_ptr", "proposals_ptr", "drawn_ptr", "out_ptr"]
+
+
+@triton.jit
+def _threshold(threshold_ptr, row, FILTERED: tl.constexpr):
+    """The score that a row's filters ask for at least, -inf without any."""
+    if FILTERED:
+        threshold = tl.load(threshold_ptr + row)
+    else:
+        threshold = float("-inf")
+    return threshold
 
 
 @triton.jit
@@ -64,7 +74,7 @@ def _best_key(keys_ptr, row, parts, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
-def _survey_kernel(
+def _row_max_kernel(
     logits_ptr,
     ids_ptr,
     threshold_ptr,
@@ -92,13 +102,11 @@ def _survey_kernel(
     request = row // count
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     factor, is_random = inverse_temperature(tl.load(temperature_ptr + request * temperature_stride))
-    threshold = float("-inf")
+    threshold = _threshold(threshold_ptr, row, FILTERED)
     if DRAW:
         seed = tl.load(seed_ptr + request * seed_stride).to(tl.int64)
         position = tl.load(position_ptr + request * position_stride).to(tl.int64) + first + row % count
         low, high = row_key(seed, position, PURPOSE)
-        if FILTERED:
-            threshold = tl.load(threshold_ptr + row)
     largest = tl.full([BLOCK], -2147483648, tl.int32)  # below every score: lanes that saw nothing
     best = tl.full([BLOCK], -2147483648, tl.int32)
     best_column = tl.zeros([BLOCK], tl.int32)
@@ -125,7 +133,7 @@ def _survey_kernel(
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
-def _weigh_kernel(
+def _weight_sum_kernel(
     logits_ptr,
     threshold_ptr,
     ranks_ptr,
@@ -145,9 +153,7 @@ def _weigh_kernel(
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     factor, _ = inverse_temperature(tl.load(temperature_ptr + row // count * temperature_stride))
-    threshold = float("-inf")
-    if FILTERED:
-        threshold = tl.load(threshold_ptr + row)
+    threshold = _threshold(threshold_ptr, row, FILTERED)
     index = tl.arange(0, PARTS)
     ranks = tl.load(ranks_ptr + row * parts + index, mask=index < parts, other=-2147483648)
     largest = unordered(tl.max(ranks, 0))
@@ -164,7 +170,7 @@ def _weigh_kernel(
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
-def _spread_kernel(
+def _softmax_kernel(
     logits_ptr,
     threshold_ptr,
     sums_ptr,
@@ -187,9 +193,7 @@ def _spread_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     out_ptr = probs_ptr + row.to(tl.int64) * vocab
     factor, is_random = inverse_temperature(tl.load(temperature_ptr + row // count * temperature_stride))
-    threshold = float("-inf")
-    if FILTERED:
-        threshold = tl.load(threshold_ptr + row)
+    threshold = _threshold(threshold_ptr, row, FILTERED)
     largest = tl.load(largest_ptr + row)
     total = _total(sums_ptr, row, parts, PARTS)
     begin = part * per_program
@@ -244,9 +248,7 @@ def _residual_kernel(
     window, place = row // width, row % width
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
-    threshold = float("-inf")
-    if FILTERED:
-        threshold = tl.load(threshold_ptr + row)
+    threshold = _threshold(threshold_ptr, row, FILTERED)
     largest = tl.load(largest_ptr + row)
     total = _total(sums_ptr, row, parts, PARTS)
     seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
@@ -292,22 +294,15 @@ def _residual_kernel(
                 rest_log = log(tl.maximum(rest, 1.1754943508222875e-38))
                 score = tl.where(rest > 0.0, rest_log, float("-inf"))
             words = random_words(low, high, column)
-            worth = start == begin
-            if not worth:  # few blocks have a score that its noise could make the best; a NaN is always worth a look
-                beaten = score + gumbel_bound(words) * is_random < reached
-                worth = tl.sum((inside & (beaten == 0)).to(tl.int32), 0) > 0
-            if worth:
-                rank = ordered(score + gumbel(words) * is_random)
-                better = (rank > best) & inside
-                best = tl.where(better, rank, best)
-                best_column = tl.where(better, column, best_column)
-                reached = unordered(tl.max(best, 0))
+            best, best_column, reached = best_with_noise(
+                best, best_column, reached, score, words, column, inside, is_random, start == begin
+            )
     keys = (best.to(tl.int64) << 32) | (0x7FFFFFFF - best_column).to(tl.int64)
     tl.store(keys_ptr + row * parts + part, tl.max(keys, 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
-def _settle_kernel(
+def _winner_kernel(
     logits_ptr,
     threshold_ptr,
     keys_ptr,
@@ -332,9 +327,7 @@ def _settle_kernel(
     if (key >> 32) <= -2139095041:  # the rank of -inf
         row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
         factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
-        threshold = float("-inf")
-        if FILTERED:
-            threshold = tl.load(threshold_ptr + row)
+        threshold = _threshold(threshold_ptr, row, FILTERED)
         seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
         low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), TOKEN)
         bests = tl.full([BLOCK], -9223372036854775808, tl.int64)
@@ -347,6 +340,10 @@ def _settle_kernel(
             bests = tl.where(inside, tl.maximum(bests, keys), bests)
         key = tl.max(bests, 0)
     tl.store(out_ptr + row, key)
+
+
+def _read_at_once(parts: int) -> int:
+    return max(_PARTS, int(triton.next_power_of_2(parts)))
 
 
 def _purpose(purpose: int) -> int:
@@ -374,7 +371,7 @@ def draw_guesses(
     if logits_RD.stride(1) != 1:
         logits_RD = logits_RD.contiguous()
     device = logits_RD.device
-    parts, per_program = split_rows(rows, vocab)
+    parts, per_program = split_rows(rows, vocab, _BLOCK)
     ranks_RP = torch.empty(rows, parts, dtype=torch.int32, device=device)
     keys_RP, sums_RP = torch.empty(2, rows, parts, dtype=torch.int64, device=device)
     largest_R = torch.empty(rows, dtype=torch.float32, device=device)
@@ -382,7 +379,7 @@ def draw_guesses(
     index_R = torch.empty(rows, dtype=torch.int64, device=device)
     threshold = largest_R if threshold_R is None else threshold_R
     columns = temperature_B, seed_B, position_B
-    _survey_kernel[(rows, parts)](
+    _row_max_kernel[(rows, parts)](
         logits_RD,
         keys_RP if ids_D is None else ids_D,
         threshold,
@@ -403,8 +400,8 @@ def draw_guesses(
         num_warps=8,
         **EXACT,
     )
-    _weigh(logits_RD, threshold_R, ranks_RP, sums_RP, largest_R, temperature_B, per_program)
-    _spread_kernel[(rows, parts)](
+    _sum_weights(logits_RD, threshold_R, ranks_RP, sums_RP, largest_R, temperature_B, per_program)
+    _softmax_kernel[(rows, parts)](
         logits_RD,
         threshold,
         sums_RP,
@@ -419,7 +416,7 @@ def draw_guesses(
         per_program,
         count,
         FILTERED=threshold_R is not None,
-        PARTS=max(_PARTS, triton.next_power_of_2(parts)),
+        PARTS=_read_at_once(parts),
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
@@ -455,7 +452,7 @@ def window_candidates(
         proposals_BQ = proposals_BQ.contiguous()
     probs_BQD, index_BQ = (part if part.stride(-1) == 1 else part.contiguous() for part in (probs_BQD, index_BQ))
     device = logits_TV.device
-    parts, per_program = split_rows(rows, vocab)
+    parts, per_program = split_rows(rows, vocab, _BLOCK)
     ranks_TP = torch.empty(rows, parts, dtype=torch.int32, device=device)
     keys_TP, sums_TP = torch.empty(2, rows, parts, dtype=torch.int64, device=device)
     keys_T1 = torch.empty(rows, 1, dtype=torch.int64, device=device)
@@ -467,7 +464,7 @@ def window_candidates(
     if ids_D is not None:  # where each id of the target is among the draft ids, -1 where it is not
         places_D = torch.arange(ids_D.shape[0], dtype=torch.int32, device=device)
         places_V = torch.full((vocab,), -1, dtype=torch.int32, device=device).index_copy_(0, ids_D, places_D)
-    _survey_kernel[(rows, parts)](
+    _row_max_kernel[(rows, parts)](
         logits_TV,
         keys_TP,
         threshold,
@@ -488,7 +485,7 @@ def window_candidates(
         num_warps=8,
         **EXACT,
     )
-    _weigh(logits_TV, threshold_T, ranks_TP, sums_TP, largest_T, temperature_T, per_program)
+    _sum_weights(logits_TV, threshold_T, ranks_TP, sums_TP, largest_T, temperature_T, per_program)
     _residual_kernel[(rows, parts)](
         logits_TV,
         threshold,
@@ -515,12 +512,12 @@ def window_candidates(
         FILTERED=filtered,
         MAPPED=places_V is not None,
         SOME=rows_B is not None,
-        PARTS=max(_PARTS, triton.next_power_of_2(parts)),
+        PARTS=_read_at_once(parts),
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
     )
-    _settle_kernel[(rows,)](
+    _winner_kernel[(rows,)](
         logits_TV,
         threshold,
         keys_TP,
@@ -532,7 +529,7 @@ def window_candidates(
         parts,
         TOKEN=_purpose(token),
         FILTERED=filtered,
-        PARTS=max(_PARTS, triton.next_power_of_2(parts)),
+        PARTS=_read_at_once(parts),
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
@@ -540,7 +537,7 @@ def window_candidates(
     return keys_T1, largest_T
 
 
-def _weigh(
+def _sum_weights(
     logits_RV: Tensor,
     threshold_R: Tensor | None,
     ranks_RP: Tensor,
@@ -550,7 +547,7 @@ def _weigh(
     per_program: int,
 ) -> None:
     rows, parts = ranks_RP.shape
-    _weigh_kernel[(rows, parts)](
+    _weight_sum_kernel[(rows, parts)](
         logits_RV,
         largest_R if threshold_R is None else threshold_R,
         ranks_RP,
@@ -563,7 +560,7 @@ def _weigh(
         per_program,
         rows // temperature_B.shape[0],
         FILTERED=threshold_R is not None,
-        PARTS=max(_PARTS, triton.next_power_of_2(parts)),
+        PARTS=_read_at_once(parts),
         BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
