@@ -398,8 +398,10 @@ class Executor:
             return
         from models.kernels.compile_ahead import compile_ahead, threads_here  # it imports Triton
 
+        # With log-probabilities torch writes a step back: records that no kernel has filled, live and of no token.
+        each = (work for rehearse in rehearsals for work in (rehearse, self.tables.reset_padding))
         with self._model.few_layers():
-            works = (partial(self.device.compute.submit, rehearse) for rehearse in rehearsals)
+            works = (partial(self.device.compute.submit, work) for work in each)
             compile_ahead(
                 works,
                 threads=threads_here(),

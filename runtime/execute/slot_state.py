@@ -216,6 +216,13 @@ class SlotTables:
         """Give the tables of tokens seen back. For start-up, where a trial made them."""
         self.seen, self.late_seen_tables = None, 0
 
+    def reset_padding(self) -> None:
+        """The padding slot's record as it was at first, finished: without it every row of padding would be live."""
+        columns, padding = self.columns, slice(PADDING_SLOT, PADDING_SLOT + 1)
+        columns.records[padding].zero_()
+        columns.finished[padding].fill_(int(FinishReason.STOP))
+        columns.stop_ids_NK[padding].fill_(NO_TOKEN)
+
     def _end_every_slot(self) -> None:
         """A slot is finished until a request is written into it; slot 0 for good."""
         self.columns.finished.fill_(int(FinishReason.STOP))

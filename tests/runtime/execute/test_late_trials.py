@@ -6,7 +6,7 @@ it. Does not know: which kinds of sampling are offered for what was found (test_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +16,23 @@ from typing import Any, cast
 import pytest
 import torch
 
+from models.kernels import compile_ahead as compiling
 from runtime.execute import executor as executors
+from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import MemoryInfo
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
+from runtime.execute.sampling.sampler import Draw, Verdict
+from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.execute.step import decode as decoding
 from runtime.execute.step.prefill_graphs import PrefillGraphs
 from runtime.execute.step.row_role import RowRole
-from runtime.schedule.request import Request
+from runtime.execute.step.step_io import Gathered
+from runtime.execute.step.tail import Tail
+from runtime.schedule.plan import PADDING_SLOT
+from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, same
@@ -248,6 +256,51 @@ def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, mo
         assert (engine.executor.tables.seen is None) == late_tables
     assert trials.held
     assert left == []
+
+
+def not_gathered(tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> Gathered:
+    """As compile_ahead has it on a GPU: the kernel is not launched, and what it would fill is zero."""
+    longs, ints = torch.zeros_like(rows_B), torch.zeros_like(rows_B, dtype=torch.int32)
+    no = torch.zeros_like(rows_B, dtype=torch.bool)
+    columns = SlotColumns(torch.zeros(len(rows_B), tables.record_words, dtype=torch.int32), tables.stop_ids)
+    pages = torch.zeros(len(rows_B), tables.max_blocks, dtype=torch.int32)
+    return Gathered(columns, columns.sampling_at(longs, no), pages, ints, longs, longs, longs, no)
+
+
+def test_rehearsals_without_kernels_leave_no_padding_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch writes their steps back where log-probabilities are reported, of records that nobody had read."""
+    device, draw, reset = SmallTwin(), Tail._draw, SlotTables.reset_padding
+    live: list[bool] = []
+    records: list[torch.Tensor] = []
+
+    def undrawn(tail: Tail, *given: Any) -> tuple[Any, ...]:
+        drawn, verdict, logprobs = draw(tail, *given)
+        return Draw(*map(torch.zeros_like, drawn)), Verdict(*map(torch.zeros_like, verdict)), logprobs
+
+    def launching_nothing(works: Iterator[Callable[[], None]], **how: Any) -> int:
+        with monkeypatch.context() as patched:
+            patched.setattr(decoding, "gather_decode", not_gathered)
+            patched.setattr(Tail, "_draw", undrawn)
+            for work in works:
+                work()
+            device.compute.synchronize()
+        return 0
+
+    def noted(tables: SlotTables) -> None:
+        live.append(int(tables.columns.finished[PADDING_SLOT]) == FinishReason.NONE)
+        tables.columns.records[PADDING_SLOT].fill_(7)
+        reset(tables)
+        records.append(tables.columns.records[PADDING_SLOT].clone())
+
+    monkeypatch.setattr(compiling, "compile_ahead", launching_nothing)
+    monkeypatch.setattr(SlotTables, "reset_padding", noted)
+    with watched(monkeypatch) as left, rig(device=device, **CHAIN) as engine:
+        tables = engine.executor.tables
+        records.append(tables.columns.records[PADDING_SLOT].clone())
+    new = SlotTables(TwinDevice(), max_requests=1, max_blocks=1, vocab_size=8, stop_ids=tables.stop_ids)
+    assert left == []
+    assert any(live), "or there was nothing to put right"
+    assert all(torch.equal(record, new.columns.records[PADDING_SLOT]) for record in records)
 
 
 def late(life: Life) -> float:
