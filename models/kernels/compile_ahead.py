@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ try:  # private to Triton, so it may move: kernels are compiled ahead without it
     from triton.runtime._async_compile import active_mode
 except ImportError:
     active_mode = None
+try:  # private, too: without it one thread compiles
+    from triton.runtime import build as triton_build
+
+    _load_module: Callable[[str, str], ModuleType] | None = triton_build._load_module_from_path
+except (ImportError, AttributeError):
+    _load_module = None
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +78,8 @@ def compile_ahead(
                     work()
             between = time.perf_counter()
             noted.share(local_rank, local_world)
-            noted.compile(threads, bind_thread, progress)
+            with launchers_apart():
+                noted.compile(1 if _load_module is None else threads, bind_thread, progress)
             ahead.forget_failures()
         except BaseException:
             ahead.abandon()
@@ -155,6 +163,33 @@ def _compile(noted: tuple[Future[Any], Callable[[], Any]]) -> None:
         future.set_result(kernel)
     except Exception as error:
         future.set_exception(error)
+
+
+@contextmanager
+def launchers_apart() -> Iterator[None]:
+    """Inside, a module that one thread has Triton load stays as it is while others load theirs.
+
+    All launchers are extension modules of one name, and Python keeps one module a name: load the file of an earlier one
+    again, as kernels of one signature do, and its ``launch`` is put into the module that was loaded last. Where another
+    thread had not taken its own from there, its kernel would be launched with another one's arguments.
+    """
+    load = _load_module
+    if load is None:
+        yield
+        return
+    one_at_a_time = threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
+        with one_at_a_time:
+            own.__dict__.update(vars(load(name, path)))
+        return own
+
+    triton_build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        triton_build._load_module_from_path = load
 
 
 @contextmanager

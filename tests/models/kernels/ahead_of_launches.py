@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import _async_compile
+from triton.runtime import _async_compile, build
 
 from models.kernels import compile_ahead as ahead
 from tests.models.kernels.compiling_driver import CompilingDriver
@@ -62,16 +62,18 @@ def main() -> None:
         for more in range(10, 17):
             add[(1,)](x, 64, MORE=more)
 
-    bound: list[int] = []
+    bound: list[bool] = []
+    loads = build._load_module_from_path
     told: list[tuple[int, int]] = []
     ready = ahead.compile_ahead(
         [work, work],
         threads=3,
-        bind_thread=lambda: bound.append(1),
+        bind_thread=lambda: bound.append(build._load_module_from_path is not loads),
         progress=lambda done, total: told.append((done, total)),
     )
     found: dict[str, Any] = {"ready": ready, "told": told}
     found |= {"launched": len(driver.found), "values": values, "threads": threading.active_count(), "bound": len(bound)}
+    found |= {"apart": bound, "apart later": build._load_module_from_path is not loads}
     asked = len(driver.asked)
     try:
         work()
@@ -107,8 +109,11 @@ def main() -> None:
     compiled: list[int] = []
     knobs.compilation.listener = lambda *, src, **rest: compiled.append(max(src.constants.values()))
     ahead.compile_ahead([many], threads=1, local_rank=1, local_world=3)
-    found["compiled"] = compiled
+    found["compiled"] = [*compiled]
     module: Any = ahead
+    module._load_module, alone = None, list[int]()
+    ahead.compile_ahead([lambda: add[(1,)](x, 64, MORE=7)], threads=3, bind_thread=lambda: alone.append(1))
+    found["threads without"] = len(alone)
     module.AsyncCompileMode = object
     found["without the mode"] = ahead.compile_ahead([fails], threads=1)
     print(json.dumps(found))
