@@ -6,6 +6,7 @@ it. Does not know: which kinds of sampling are offered for what was found (test_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -34,9 +35,13 @@ from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
+from tests.runtime.engine import tensor_ranks
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, same
-from tests.runtime.engine.rig import rig
+from tests.runtime.engine.rig import MIXED, rig, run
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_depths import outcome
+from tests.runtime.engine.test_prefill_graphs import EXACT
 from tests.runtime.engine.test_speculation import NARROWER, ngram, repeating, speculating
 from tests.runtime.engine.test_trees import some, trees
 from tests.runtime.execute.step.test_rehearsal import MeasuredTwin
@@ -370,3 +375,25 @@ def test_windows_of_an_mtp_layer_give_the_same_tokens(
     assert left == []
     assert late(life) > 0
     assert trials.most("mixed window of 4 tail") > 2 * trials.most("prefill tail")
+
+
+def test_two_ranks_try_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum of a trial waits for the other rank's, when kernels are compiled ahead of it, too."""
+    requests = repeating(4, **LATE)
+
+    def answers(**limits: Any) -> dict[int, Any]:
+        with tensor_rig(2, **{**EXACT, "mixed": MIXED}, **limits) as engine:
+            return outcome(run(engine, requests))
+
+    def running(works: Iterator[Callable[[], None]], **how: Any) -> int:
+        return sum(work() is None for work in works)
+
+    expected = answers(depth=0, rows=BUCKETS[-1])
+    monkeypatch.setattr(tensor_ranks, "TwinDevice", lambda **how: SmallTwin())
+    monkeypatch.setattr(compiling, "compile_ahead", running)
+    trials = Trials(monkeypatch)
+    one_width = {"proposer": ngram(4), "speculation": Speculation(4, mixed_percent=100), "prefill_buckets": (24, 56)}
+    assert answers(depth=2, **(CHAIN | one_width)) == expected
+    tried = Counter(name for name, _ in trials.held)
+    assert tried.keys() == {"window of 4", "decode", "mixed window of 4 tail", "prefill tail", "proposal"}
+    assert all(times % 2 == 0 for times in tried.values()), "by both"
