@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from models.kernels import compile_ahead as compiling
+from runtime.engine import Engine
 from runtime.execute import executor as executors
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import MemoryInfo
@@ -35,12 +37,15 @@ from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
+from tests.runtime.engine import rig as rigs
 from tests.runtime.engine import tensor_ranks
 from tests.runtime.engine.conftest import over_model
+from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import MIXED, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import outcome
+from tests.runtime.engine.test_groups import LIMITS
 from tests.runtime.engine.test_prefill_graphs import EXACT
 from tests.runtime.engine.test_speculation import NARROWER, ngram, repeating, speculating
 from tests.runtime.engine.test_trees import some, trees
@@ -377,19 +382,25 @@ def test_windows_of_an_mtp_layer_give_the_same_tokens(
     assert trials.most("mixed window of 4 tail") > 2 * trials.most("prefill tail")
 
 
-def test_two_ranks_try_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sum of a trial waits for the other rank's, when kernels are compiled ahead of it, too."""
+@pytest.mark.parametrize("of", ["ranks", "groups"])
+def test_two_try_together(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum, or exchange, of a trial waits for the other's, when kernels are compiled ahead of it, too."""
     requests = repeating(4, **LATE)
+    together: dict[str, Callable[..., AbstractContextManager[Engine]]] = {
+        "ranks": partial(tensor_rig, 2, **{**EXACT, "mixed": MIXED}),
+        "groups": partial(dealt_rig, shape=LIMITS["shape"]),
+    }
 
     def answers(**limits: Any) -> dict[int, Any]:
-        with tensor_rig(2, **{**EXACT, "mixed": MIXED}, **limits) as engine:
+        with together[of](**limits) as engine:
             return outcome(run(engine, requests))
 
     def running(works: Iterator[Callable[[], None]], **how: Any) -> int:
         return sum(work() is None for work in works)
 
     expected = answers(depth=0, rows=BUCKETS[-1])
-    monkeypatch.setattr(tensor_ranks, "TwinDevice", lambda **how: SmallTwin())
+    for module in (rigs, tensor_ranks):
+        monkeypatch.setattr(module, "TwinDevice", lambda **how: SmallTwin())
     monkeypatch.setattr(compiling, "compile_ahead", running)
     trials = Trials(monkeypatch)
     one_width = {"proposer": ngram(4), "speculation": Speculation(4, mixed_percent=100), "prefill_buckets": (24, 56)}
