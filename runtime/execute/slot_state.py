@@ -182,7 +182,7 @@ class SlotTables:
         self.seen: SeenTokens | None = None
         if seen_bytes is None or self.slots * vocab_size * 3 <= seen_bytes:
             self.seen = self._new_seen()
-        device.compute.submit(self._end_every_slot)
+        device.compute.submit(lambda: self._end(slice(None)))
         device.compute.synchronize()
 
     @property
@@ -218,15 +218,14 @@ class SlotTables:
 
     def reset_padding(self) -> None:
         """The padding slot's record as it was at first, finished: without it every row of padding would be live."""
-        columns, padding = self.columns, slice(PADDING_SLOT, PADDING_SLOT + 1)
-        columns.records[padding].zero_()
-        columns.finished[padding].fill_(int(FinishReason.STOP))
-        columns.stop_ids_NK[padding].fill_(NO_TOKEN)
+        padding = slice(PADDING_SLOT, PADDING_SLOT + 1)
+        self.columns.records[padding].zero_()
+        self._end(padding)
 
-    def _end_every_slot(self) -> None:
+    def _end(self, slots: slice) -> None:
         """A slot is finished until a request is written into it; slot 0 for good."""
-        self.columns.finished.fill_(int(FinishReason.STOP))
-        self.columns.stop_ids_NK.fill_(NO_TOKEN)
+        self.columns.finished[slots].fill_(int(FinishReason.STOP))
+        self.columns.stop_ids_NK[slots].fill_(NO_TOKEN)
 
     def gather(self, rows_B: Tensor) -> SlotColumns:
         """The records of slots ``rows_B`` (int64 [B]) in one kernel; a copy, graph-safe."""

@@ -11,8 +11,9 @@ position's numbers for the round that does: they have decided nothing yet.
 
 q has the request's temperature and its top-k, top-p and min-p, taken of q; not its penalties, ``min_tokens`` and edits,
 which p has: a guess that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
-any order of summation. Graph-safe. On CUDA the kernels
-of rejection_triton.py do it; the torch code here is their reference.
+any order of summation. Graph-safe. On CUDA the kernels of rejection_triton.py do it; the torch code here is their
+reference.
+
 Shape letters: B rows, Q guesses of each, R = B * Q, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
 """
 
