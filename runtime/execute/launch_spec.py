@@ -221,13 +221,9 @@ class LaunchResolver:
         return next((warm for warm in self._warm if warm.covers(variant)), variant)
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
-        """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none.
-
-        One token more than the rows of any group that only decodes have: attention plans a chunk even where there is
-        none.
-        """
+        """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none."""
         ladder = self._ladders.prefill
-        wanted = max(agreed.prefill_tokens, agreed.decode_bucket * agreed.width + 1)
+        wanted = max(agreed.prefill_tokens, agreed.decode_bucket * agreed.width)
         if not agreed.prefill_tokens or not ladder or wanted > ladder[-1]:
             return 0
         return _rung(ladder, wanted)

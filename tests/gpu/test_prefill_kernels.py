@@ -118,16 +118,21 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
     replay, out = captured(lambda: kernels.prefill_attention(q, made.kv, inputs, scale))
     for seed in range(8):
         pick = random.Random(seed)
-        queries = tuple(pick.randint(1, 50) for _ in range(pick.randint(1, 6)))
-        lengths = tuple(query + pick.choice([0, 0, pick.randint(1, most - 50)]) for query in queries)
+        nobody = seed in (3, 4)  # rows of a group that decodes while another has a chunk: all that there may be
+        queries = (0,) * 6 if nobody else tuple(pick.randint(1, 50) for _ in range(pick.randint(1, 6)))
+        lengths = tuple(query and query + pick.choice([0, 0, pick.randint(1, most - 50)]) for query in queries)
+        first = tokens if nobody else 0
         q.copy_(randn(tokens, heads, dim, dtype=BF16))
         if (table := repeated.table) is not None and seed % 2:
-            entries = torch.tensor(table.entries(queries, lengths, 0, tokens), device=DEVICE)
+            entries = torch.tensor(table.entries(queries, lengths, first, tokens), device=DEVICE)
             table.place[: len(entries)].copy_(entries)
         else:
-            repeated.plan(queries, lengths)
+            repeated.plan(queries, lengths, first)
         out.fill_(math.nan)
         replay()
+        if nobody:
+            assert out.isnan().all(), "a tile of an earlier plan"
+            continue
         check(out[: sum(queries)], prefilled(made, q[: sum(queries)], queries, lengths, scale), BF16)
 
 
@@ -152,7 +157,7 @@ def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) ->
     both = set()
     for seed in range(12):
         pick = random.Random(seed)
-        queries = pick.choice(copying if seed % 3 else paged)
+        queries = pick.choice(copying if seed % 3 else paged) if seed != 7 else (0,) * 5
         first = pick.choice([0, 0, tokens - sum(queries)])
         lengths = tuple(length if query else 0 for query, length in zip(queries, lengths_of, strict=False))
         both.add(gathered.pays(queries, lengths, first))
@@ -161,7 +166,8 @@ def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) ->
         out.fill_(math.nan)
         replay()
         end = first + sum(queries)
-        check(out[first:end], prefilled(made, q[first:end], queries, lengths, scale), BF16)
+        if any(queries):
+            check(out[first:end], prefilled(made, q[first:end], queries, lengths, scale), BF16)
         assert out[end:].isnan().all()
         assert out[:first].isnan().all()
     assert both == {True, False}

@@ -49,7 +49,7 @@ class Lengths(NamedTuple):
     """What the host knows of the rows of a step with chunks; all three as in PrefillAttention.
 
     ``query`` and ``kv`` (tokens of KV behind the chunk) are 0 for rows that decode, whose tokens come first, and for
-    forks, which come last and have none.
+    forks, which come last and have none: so all may be 0, of a group that decodes while another has a chunk.
     """
 
     query: tuple[int, ...]
@@ -62,12 +62,6 @@ class Lengths(NamedTuple):
         query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
         known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
         return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.row_tokens)
-
-    def with_a_chunk(self) -> Lengths:
-        """The same, or where no row has a chunk one more that has, of a token of the padding: attention plans one."""
-        if any(self.query):
-            return self
-        return Lengths((*self.query, 1), (*self.kv, 1), self.first_token)
 
     def attention(self, page_table_RP: Tensor) -> PrefillAttention:
         return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
@@ -195,7 +189,7 @@ class PrefillGraphs:
         attention = self._attention
         assert attention is not None  # or there would be no bucket
         if attention.table is None:
-            self._plan(attention, Lengths.of(spec.plan).with_a_chunk())
+            self._plan(attention, Lengths.of(spec.plan))
         self._graphs[spec.padded_tokens].replay()
 
     def _plan(self, attention: RepeatedPrefill, lengths: Lengths) -> None:
@@ -286,7 +280,7 @@ class PrefillGraphs:
         def planned(spec: LaunchSpec) -> npt.NDArray[np.int32] | None:
             if not spec.padded_tokens or spec.split_keys:
                 return None
-            return table.entries(*Lengths.of(spec.plan).with_a_chunk(), tokens=spec.padded_tokens)
+            return table.entries(*Lengths.of(spec.plan), tokens=spec.padded_tokens)
 
         self._staging.bring_attention_plans(self._work.name, planned, table.place)
 

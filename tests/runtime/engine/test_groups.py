@@ -269,7 +269,7 @@ def test_more_rows_than_a_captured_step_holds_decode_while_another_group_prefill
     """Prompts are launched kernel by kernel then, and nothing is captured late for the decode graphs beside them."""
     steady = [request(i, range(5 + i, 9 + i), max_tokens=30, stops=()) for i in range(8)]
     brief = [request(20 + i, range(i, i + tokens), max_tokens=3, stops=()) for i in range(3)]
-    captured: dict[str, Any] = {"prefill_buckets": (4, 8), "max_prefill_tokens": 8, "mixed": None}
+    captured: dict[str, Any] = {"prefill_buckets": (2, 4), "max_prefill_tokens": 8, "mixed": None}
     lives = Lives([{0: steady}, {14: brief}], depth=2, **captured)
     assert outcome(lives.finished) == alone([*steady, *brief])
     assert lives.rows[0] == lives.rows[1]
@@ -414,11 +414,11 @@ def test_a_plan_is_launched_as_it_was_digested() -> None:
         assert (plan.kind, spec.kind, spec.role, spec.label) == (StepKind.DECODE, StepKind.MIXED, "prefill", "mixed")
 
 
-def test_a_captured_step_has_a_token_more_than_the_groups_that_decode_have_rows() -> None:
-    """Attention plans a chunk of padding there."""
-    spec = joined(decode(8), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(8, 16))
+def test_a_captured_step_holds_the_rows_of_groups_that_decode() -> None:
+    """Five rows in a decode bucket of eight, beside a group with a chunk of fewer tokens."""
+    spec = joined(decode(5), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(4, 8, 16))
     assert spec is not None
-    assert spec.padded_tokens == 16
+    assert spec.padded_tokens == 8
 
 
 def test_a_tree_is_brought_whole() -> None:
@@ -437,7 +437,7 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
     for rows, others, padded in (
         (2, (0, 10, *IDLE[2:]), 16),
         (8, (0, 10, *IDLE[2:]), 40),
-        (2, (4, 10, *IDLE[1:-2], 4), 40),
+        (2, (8, 10, *IDLE[1:-2], 4), 40),
     ):
         spec = joined(decode(rows)._replace(width=3), others, captured=CAPTURED)
         assert spec is not None
@@ -446,10 +446,10 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
 
 
 def test_a_step_that_is_not_captured_for_all_groups_is_for_none() -> None:
-    """Five tokens of a prompt here and eight rows there, where the largest captured step has eight tokens."""
-    chunk = Chunk(3, 0, (1,) * 5, True)
-    mine = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (8, *IDLE[1:]), captured=(4, 8))
-    theirs = joined(decode(8), (0, 5, *IDLE[2:]), captured=(4, 8))
+    """Three tokens of a prompt here and eight rows there, where the largest captured step has four tokens."""
+    chunk = Chunk(3, 0, (1,) * 3, True)
+    mine = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (8, *IDLE[1:]), captured=(2, 4))
+    theirs = joined(decode(8), (0, 3, *IDLE[2:]), captured=(2, 4))
     for spec, role in ((mine, "prefill"), (theirs, "decode")):
         assert spec is not None
         assert (spec.role, spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (role, 0, 16, 8)

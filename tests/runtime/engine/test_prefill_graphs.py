@@ -23,6 +23,9 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
 from runtime.schedule.config import MixedSteps
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
@@ -194,7 +197,25 @@ def test_windows_beside_chunks_have_a_table_of_their_own(monkeypatch: pytest.Mon
     assert set(widths(life)) == {1, 4}, "two roles take turns"
 
 
-def test_groups_without_a_chunk_bring_the_table_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("windows", [False, True])
+def test_groups_whose_rows_all_decode_bring_an_empty_table(windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a step may have, in a step of no token more, while another group prefills."""
+    steady = [request(i, (5 + i, 6, 7, 5, 6, 7, 5), max_tokens=30, stops=()) for i in range(8)]
+    brief = [request(20 + i, range(i, i + 5), max_tokens=3, stops=()) for i in range(3)]
+    proposer = proposer_for(speculative_config({"method": "ngram", "num_speculative_tokens": 3})) if windows else None
+    tokens = 4 * 8 if windows else 8
+    with tables(monkeypatch) as tiled:
+        captured: dict[str, Any] = {"prefill_buckets": (tokens, 72), "proposer": proposer, "rows": 8} | tiled
+        if windows:
+            captured["speculation"] = Speculation(4, mixed_percent=50)
+        lives = Lives([{0: steady}, {14: brief[:1], 18: brief[1:]}], depth=2, **captured)
+    assert outcome(lives.finished) == alone([*steady, *brief])
+    assert lives.rows[0].count(tokens) > 4, "exchanges of full steps"
+    for counters in lives.counters:
+        assert not [name for name in counters if name.startswith("fallbacks")]
+
+
+def test_groups_without_a_chunk_bring_an_empty_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """While another group prefills: one decodes, then it has no work."""
     steady = [request(0, range(5, 12), max_tokens=14, stops=())]
     long = [request(10 + i, range(60), max_tokens=2, stops=(), seed=i) for i in range(3)]
