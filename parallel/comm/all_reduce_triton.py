@@ -58,6 +58,48 @@ MAX_WARPS_OF_MANY = 8  # above four ranks a thread holds their contributions: 16
 
 
 @triton.jit
+def _push_row(
+    x_ptr,
+    row,
+    parts_apart,
+    before,  # how often the row was used
+    mask,  # [BLOCK], nothing where there is no such row
+    memory,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    PUSHED: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    SCATTER: tl.constexpr,
+):
+    """Sends the peers what they need of a row; returns this rank's own part, [BLOCK]."""
+    cols = tl.arange(0, BLOCK)
+    parts = tl.tuple(())
+    if SCATTER:
+        for rank in tl.static_range(WORLD):  # load all before the first store, or each would cost an L2 latency
+            theirs = (rank * parts_apart + row).to(tl.int64) * N + cols
+            parts += (sendable(tl.load(x_ptr + theirs, mask=mask, other=0.0)),)
+        x = parts[RANK]
+    else:
+        x = sendable(tl.load(x_ptr + row.to(tl.int64) * N + cols, mask=mask, other=0.0))
+    if not PUSHED:
+        for rank in tl.static_range(WORLD):
+            if rank != RANK:
+                theirs = part_row(memory[rank], before, RANK, row, x_ptr.dtype.element_ty, WORLD, ROWS, ROW_BYTES)
+                asked = mask
+                if TWO_SHOT:
+                    asked = mask & (row % WORLD == rank)
+                sent = x
+                if SCATTER:
+                    sent = parts[rank]
+                tl.store(theirs + cols, sent, mask=asked)
+    return x
+
+
+@triton.jit
 def _finish_row(
     row,
     x,  # [BLOCK], this rank's part, which is on its way to the peers
@@ -130,9 +172,9 @@ def _finish_row(
     tl.store(out_ptr + where, result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "parts_apart"])
 def _all_reduce_kernel(
-    x_ptr,  # [rows, N], this rank's partial sums; SCATTER: [WORLD * rows, N], rows for every rank, rank 0's first
+    x_ptr,  # [rows, N], this rank's partial sums; SCATTER: rows for every rank, rank 0's first
     residual_ptr,
     weight_ptr,
     out_ptr,
@@ -140,6 +182,7 @@ def _all_reduce_kernel(
     memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
     use_counts_ptr,  # int32 [ROWS], of this rank
     rows,  # with MANY; else there is a program for each
+    parts_apart,  # with SCATTER: how many rows of x lie between one rank's and the next one's
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,7 +195,7 @@ def _all_reduce_kernel(
     PUSHED: tl.constexpr,  # and not TWO_SHOT
     TWO_SHOT: tl.constexpr,
     SCATTER: tl.constexpr,  # in one step, and not PUSHED
-    MANY: tl.constexpr,  # and neither PUSHED nor SCATTER
+    MANY: tl.constexpr,  # and not PUSHED
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -165,42 +208,20 @@ def _all_reduce_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    parts = tl.tuple(())
-    if SCATTER:
-        for rank in tl.static_range(WORLD):  # load all before the first store, or each would cost an L2 latency
-            theirs = (rank * programs + row).to(tl.int64) * N + cols
-            parts += (sendable(tl.load(x_ptr + theirs, mask=mask, other=0.0)),)
-        x = parts[RANK]
-    else:
-        x = sendable(tl.load(x_ptr + row.to(tl.int64) * N + cols, mask=mask, other=0.0))
     before = tl.load(use_counts_ptr + row, cache_modifier=".cg")
-    if not PUSHED:
-        for rank in tl.static_range(WORLD):
-            if rank != RANK:
-                theirs = part_row(memory[rank], before, RANK, row, x_ptr.dtype.element_ty, WORLD, ROWS, ROW_BYTES)
-                asked = mask
-                if TWO_SHOT:
-                    asked = mask & (row % WORLD == rank)
-                sent = x
-                if SCATTER:
-                    sent = parts[rank]
-                tl.store(theirs + cols, sent, mask=asked)
+    x = _push_row(
+        x_ptr, row, parts_apart, before, mask, memory,
+        N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, PUSHED, TWO_SHOT, SCATTER,
+    )  # fmt: skip
     if MANY:
         for turn in range(tl.cdiv(rows - row, programs)):
             this = row + turn * programs
             following = this + programs
-            there = mask & (following < rows)
-            next_x = sendable(tl.load(x_ptr + following.to(tl.int64) * N + cols, mask=there, other=0.0))
             next_before = tl.load(use_counts_ptr + following, mask=following < rows, other=0, cache_modifier=".cg")
-            for rank in tl.static_range(WORLD):
-                if rank != RANK:
-                    theirs = part_row(
-                        memory[rank], next_before, RANK, following, x_ptr.dtype.element_ty, WORLD, ROWS, ROW_BYTES
-                    )
-                    asked = there
-                    if TWO_SHOT:
-                        asked = there & (following % WORLD == rank)
-                    tl.store(theirs + cols, next_x, mask=asked)
+            next_x = _push_row(
+                x_ptr, following, parts_apart, next_before, mask & (following < rows), memory,
+                N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, PUSHED, TWO_SHOT, SCATTER,
+            )  # fmt: skip
             _finish_row(
                 this, x, before, weight, residual_ptr, out_ptr, residual_out_ptr, memory, use_counts_ptr, eps,
                 N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT,
@@ -232,8 +253,7 @@ def all_reduce_rows(
     ranks launch the same sequence of calls, one after the other.
     ``pushed``: the launch right before this one pushed x into the peers' buffers. ``two_shot``, not with ``pushed``,
     changes no bit but the sign of zeros. ``scatter``, with neither of the two: x is [ranks * T, N], and each rank gets
-    the sum of its own T rows. With ``pushed`` or ``scatter`` T is at most ``buffers.rows``; otherwise more rows take
-    several launches.
+    the sum of its own T rows. With ``pushed`` T is at most ``buffers.rows``; otherwise more rows take several launches.
     """
     ranks = len(buffers.memory)
     tokens, width = x_TN.shape[0] // (ranks if scatter else 1), x_TN.shape[1]
@@ -243,19 +263,20 @@ def all_reduce_rows(
     block = triton.next_power_of_2(width)
     warps = max(1, min(MAX_WARPS if ranks <= 4 else MAX_WARPS_OF_MANY, block // 512))
     programs = min(PROGRAMS_OF_MANY // (2 if warps > 8 else 1), PROGRAMS_OF_TWO_SHOTS if two_shot else PROGRAMS_OF_MANY)
-    launches = 1 if pushed or scatter else -(-tokens // buffers.rows)
+    launches = 1 if pushed else -(-tokens // buffers.rows)
     each = -(-tokens // max(1, launches))
     for start in range(0, tokens, max(1, each)):
         rows = min(each, tokens - start)
         here = slice(start, start + rows) if launches > 1 else slice(None)
-        many = rows > MOST_AT_ONCE and not (pushed or scatter)
+        many = rows > MOST_AT_ONCE and not pushed
         _all_reduce_kernel[(programs if many else rows,)](
-            x_TN[here],
+            x_TN[start:] if scatter and launches > 1 else x_TN[here],
             x_TN if residual_TN is None else residual_TN[here],
             x_TN if norm_N is None else norm_N,
             out_TN[here],
             residual_out_TN[here],
             rows=rows,
+            parts_apart=tokens,
             eps=eps,
             N=width,
             BLOCK=block,

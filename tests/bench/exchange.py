@@ -2,7 +2,8 @@
 
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.exchange --out FOLDER
 
-Microseconds by the rows that each group brings, of 30B-A3B: 2048 bfloat16, with the weights and ids of 8 choices there.
+Microseconds by the rows that each group brings, of 30B-A3B: 2048 bfloat16, with the weights and ids of 8 choices there;
+``--width``: others. Rows of prompts where our kernels take them.
 NCCL's gather is with what makes one message of three tensors and three of one message, and what finds a rank's own
 numbers of the chosen experts. Every figure is the median of rounds, in each of which the ways take turns; a round is
 replays of a graph of calls that follow each other, each with a norm's launch behind it, which is timed alone, too. Both
@@ -23,12 +24,13 @@ from torch import Tensor
 
 from models.kernels.matmul.autotune import median_graph_us
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.symmetric_exchange import SymmetricExchange
+from parallel.comm.symmetric_exchange import SymmetricExchange, runs_in_kernels
 from tests.bench.all_reduce import CALLS, chain, leave, ranks_of_torchrun, show
 from tests.parallel.comm.exchange_cases import Layer, layer, same_bits
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
-WIDTH, CHOICES = 2048, 8
+OF_PROMPTS = (640, 1024, 2048, 4096, 8192)
+CHOICES = 8
 ROUNDS = 5
 CHECKS = 200  # of each, behind each other
 
@@ -57,13 +59,17 @@ def calls_of(made: GroupExchange, given: Layer) -> tuple[Callable[[Tensor], Tens
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for exchange.json")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--fewest", type=int, default=1, help="rows of the smallest exchange")
+    asked = parser.parse_args()
     group, device = ranks_of_torchrun()
     ours, nccl = SymmetricExchange(group, device), GroupExchange(group)  # kept: exchanges go through its memory
-    norm = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    norm = torch.ones(asked.width, dtype=torch.bfloat16, device=device)
     found = []
-    for rows in ROWS:
-        given = layer(rows, ours.groups, rows, WIDTH, CHOICES, torch.bfloat16, full=True).on(device)
+    for rows in (*ROWS, *OF_PROMPTS):
+        if rows < asked.fewest or not runs_in_kernels(ours.groups, rows, asked.width, CHOICES, torch.bfloat16):
+            continue
+        given = layer(rows, ours.groups, rows, asked.width, CHOICES, torch.bfloat16, full=True).on(device)
         check(ours, given)
         x = given.hidden[ours.index]
         (our_gather, our_sum), (nccl_gather, nccl_sum) = calls_of(ours, given), calls_of(nccl, given)
@@ -83,7 +89,7 @@ def main() -> None:
         row |= {name: statistics.median(rounds) for name, rounds in times.items()}
         found.append(row)
         show(row)
-    leave(found, out / "exchange.json")
+    leave(found, asked.out / "exchange.json")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import SENTINEL
-from parallel.comm.symmetric_exchange import ROWS, SymmetricExchange, fastest_exchange, fits_one_launch
+from parallel.comm.symmetric_exchange import SymmetricExchange, buffer_rows, fastest_exchange, runs_in_kernels
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
@@ -37,12 +37,16 @@ from tests.parallel.comm.exchange_cases import Layer, layer, same_bits, sendable
 BF16 = torch.bfloat16
 WIDTH = 2048
 SHAPES = (  # rows, width, choices, dtype: one variant of the kernels each
-    *((rows, WIDTH, 8, BF16) for rows in (1, 5, 64, ROWS)),
+    *((rows, WIDTH, 8, BF16) for rows in (1, 5, 64, 512)),
+    (513, WIDTH, 8, BF16),  # programs with several rows, most of them two
+    (2 * buffer_rows(2) + 7, 256, 8, BF16),  # three launches
+    (1500, 4096, 8, BF16),
     (7, 6144, 2, BF16),
     (33, 96, 3, torch.float16),
     (16, WIDTH, 3, torch.float32),
 )
 IN_A_STEP = (8, 8, 64, 1, 16, 8)  # rows of its layers
+OF_A_PROMPT = (700, 700, 16, 2500, 8, 700)
 WAYS = ("gather", "sum")
 
 
@@ -76,19 +80,23 @@ def _sharing_rank(rank: int, port: int, ranks: int) -> None:
 
 
 def _check_all(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
-    for seed, shape in enumerate(_shapes(made.groups)):
+    for seed, shape in enumerate(_shapes(made.groups, extent)):
         _check(made, layer(seed, made.groups, *shape), device)
     _check_behind_each_other(made, extent, device)
-    _check_graph(made, extent, device)
+    _check_graph(made, extent, device, IN_A_STEP)
+    if made.groups == 2 and extent is OWN_GPUS:
+        _check_graph(made, extent, device, OF_A_PROMPT)
     torch.cuda.synchronize()
     assert bool((made._memory._own == SENTINEL).all()), "something was left where the next exchange waits"
 
 
-def _shapes(groups: int) -> list[tuple[int, int, int, torch.dtype]]:
-    """Those that take one launch between so many: all between two, all but the most rows between more."""
-    fitting = [shape for shape in SHAPES if fits_one_launch(groups, *shape)]
-    assert len(fitting) == len(SHAPES) - (groups > 2)
-    return fitting
+def _shapes(groups: int, extent: Extent) -> list[tuple[int, int, int, torch.dtype]]:
+    """Those that our kernels take between so many: all between two, none of 512 rows or more between more. None of a
+    prompt's rows where ranks share a GPU: a program's next row waits for the other ranks' turns, again and again.
+    """
+    fitting = [shape for shape in SHAPES if runs_in_kernels(groups, *shape)]
+    assert len(fitting) == len(SHAPES) - 4 * (groups > 2)
+    return fitting if extent is OWN_GPUS else [shape for shape in fitting if shape[0] <= 512]
 
 
 def _check(made: SymmetricExchange, given: Layer, device: torch.device) -> None:
@@ -106,9 +114,11 @@ def _check(made: SymmetricExchange, given: Layer, device: torch.device) -> None:
 
 def _check_beside_nccl(made: SymmetricExchange, device: torch.device) -> None:
     """More rows than go through shared memory, between fewer."""
-    for seed, rows in enumerate((4, ROWS + 1, 4)):
-        given = layer(seed, made.groups, rows, 256, 8, BF16).on(device)
-        assert fits_one_launch(made.groups, rows, 256, 8, BF16) == (rows <= ROWS)
+    most = 5000 if made.groups == 2 else 513
+    for seed, rows in enumerate((4, most, 4)):
+        width = 8000 if rows == most else 256
+        given = layer(seed, made.groups, rows, width, 8, BF16).on(device)
+        assert runs_in_kernels(made.groups, rows, width, 8, BF16) == (rows < most)
         found, wanted = made.dispatch(*given.brought(made.index)), given.gathered()
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), f"{rows} rows"
@@ -128,7 +138,7 @@ def _wanted(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
 
 def _check_behind_each_other(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
     """Of other rows each time and in any order, while no host waits for its device."""
-    given = [layer(seed, made.groups, *shape).on(device) for seed, shape in enumerate(_shapes(made.groups))]
+    given = [layer(seed, made.groups, *shape).on(device) for seed, shape in enumerate(_shapes(made.groups, extent))]
     steps = [*product(given, WAYS)]
     found = []
     for turn in late_by_turns(made.index, made.groups, extent.ways, extent.late):
@@ -138,10 +148,10 @@ def _check_behind_each_other(made: SymmetricExchange, extent: Extent, device: to
         assert same_bits(results, _wanted(made, way, one)), f"turn {turn}: the {way} of {one.rows} rows"
 
 
-def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
+def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device, in_a_step: tuple[int, ...]) -> None:
     """Layers of a step, replayed with other values while ranks are late by turns, exchanges outside between replays."""
     values = [
-        [layer(10 * number + at, made.groups, rows, WIDTH, 8, BF16, full=True) for at, rows in enumerate(IN_A_STEP)]
+        [layer(10 * number + at, made.groups, rows, WIDTH, 8, BF16, full=True) for at, rows in enumerate(in_a_step)]
         for number in range(3)
     ]
     given = [[one.on(device) for one in layers] for layers in values]
@@ -149,7 +159,7 @@ def _check_graph(made: SymmetricExchange, extent: Extent, device: torch.device) 
 
     def step() -> list[tuple[Tensor, ...]]:
         out: list[tuple[Tensor, ...]] = []
-        for rows, (hidden, weights, ids, numbers, terms) in zip(IN_A_STEP, static, strict=True):
+        for rows, (hidden, weights, ids, numbers, terms) in zip(in_a_step, static, strict=True):
             out.append(made.dispatch(hidden, weights, ids, rows, numbers))
             out.append((made.reduce_scatter(terms),))
         return out

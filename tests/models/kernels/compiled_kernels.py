@@ -39,7 +39,7 @@ from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
-from parallel.comm.symmetric_exchange import ROW_BYTES, ROWS
+from parallel.comm.symmetric_exchange import ROW_BYTES, buffer_rows
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
@@ -389,8 +389,7 @@ def all_reduces_of_prompts(driver: CompilingDriver) -> None:
 def exchanges(driver: CompilingDriver, *sizes: int) -> None:
     """There and back, between so many groups: any number of tokens runs the same code."""
     for size in sizes:
-        use_counts = torch.empty(ROWS, dtype=torch.int32, device=META)
-        buffers = PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, ROWS, ROW_BYTES)
+        buffers = _of_groups(size)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
             driver.where = f"{size} groups"
             for tokens in (1, 13, 16):
@@ -399,6 +398,28 @@ def exchanges(driver: CompilingDriver, *sizes: int) -> None:
                 ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((tokens, choices), (128,)))
                 dispatch_rows(hidden, weights, ids, 16, numbers, buffers, pdl=True)
             all_reduce_rows(torch.empty(size * 16, width, dtype=dtype, device=META), buffers, scatter=True, pdl=True)
+
+
+def exchanges_of_prompts(driver: CompilingDriver) -> None:
+    """Of more rows than have a program each, between two groups; 8192 is the widest row that they take in bfloat16."""
+    buffers, rows = _of_groups(2), 2 * buffer_rows(2) - 1
+    for width, choices in ((2048, 8), (4096, 8), (8192 - 64, 8)):
+        driver.where = f"{width} wide"
+        hidden, weights = (
+            torch.empty(rows, width, dtype=torch.bfloat16, device=META),
+            torch.empty(rows, choices, device=META),
+        )
+        ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((rows, choices), (128,)))
+        dispatch_rows(hidden, weights, ids, rows, numbers, buffers, pdl=True)
+        all_reduce_rows(
+            torch.empty(2 * rows, width, dtype=torch.bfloat16, device=META), buffers, scatter=True, pdl=True
+        )
+
+
+def _of_groups(size: int) -> PeerBuffers:
+    rows = buffer_rows(size)
+    use_counts = torch.empty(rows, dtype=torch.int32, device=META)
+    return PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, rows, ROW_BYTES)
 
 
 def shipped_table(driver: CompilingDriver) -> None:
@@ -514,6 +535,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "all-reduces-of-prompts": all_reduces_of_prompts,
     "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
     "exchanges": lambda driver: exchanges(driver, 3, 8),
+    "exchanges-of-prompts": exchanges_of_prompts,
     "more-exchanges": lambda driver: exchanges(driver, 2, 5),
     "slot-state": slot_state,
     "more-slot-state": more_slot_state,
