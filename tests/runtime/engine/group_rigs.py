@@ -6,6 +6,7 @@ A collective or an agreement that one group skips breaks a barrier, and with it 
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,14 @@ from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import RigLimits, RigPlace, rig
 
 PATIENCE_S = 120.0  # a machine may be busy with other things
+
+
+def exact_kernels() -> ExactKernels:
+    """Their plans of attention are tables, as on a GPU, where Triton is there."""
+    if importlib.util.find_spec("triton") is None:
+        return ExactKernels()
+    made: ExactKernels = importlib.import_module("tests.runtime.engine.tiled_kernels").TiledExactKernels()
+    return made
 
 
 class Meeting:
@@ -171,7 +180,7 @@ def _together(
     mailbox: deque[tuple[int, bytes]] = deque()
 
     def exact() -> RigLimits:
-        return {"kernels": ExactKernels(), "dtype": torch.float64, **limits}
+        return {"kernels": exact_kernels(), "dtype": torch.float64, **limits}
 
     def follow(index: int) -> None:
         unobserved: RigLimits = {**exact(), "observe": None}

@@ -28,7 +28,7 @@ from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
+from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange, exact_kernels
 from tests.runtime.engine.lives import Act, check_all_is_back
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
@@ -89,7 +89,7 @@ class Lives:
     def _live(self, index: int, arrivals: dict[int, list[Request]], device: Meeting, host: Meeting) -> Any:
         agreement, exchange = MetAgreement(host, index), MetExchange(device, index)
         split = ExpertSplit(whole=True, exchange=exchange)
-        limits: RigLimits = {"kernels": ExactKernels(), "buckets": BUCKETS, **LIMITS, **self._limits}
+        limits: RigLimits = {"kernels": exact_kernels(), "buckets": BUCKETS, **LIMITS, **self._limits}
         place: RigPlace = {"experts": split, "groups": agreement}
         finished: dict[int, Finished] = {}
         try:
@@ -295,7 +295,10 @@ def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     arrivals: list[dict[int, list[Request]]] = [{}, {}]
     for one in requests:
         arrivals[draw.randrange(2)].setdefault(draw.randrange(40), []).append(one)
-    limits = within(chunks, depth=draw.choice((0, 1, 3)), blocks=draw.choice((40, 200)))
+    depth, blocks, rows = draw.choice((0, 1, 3)), draw.choice((40, 200)), draw.choice((2, 4, 8))
+    limits = within(chunks, depth=depth, blocks=blocks, rows=rows, buckets=tuple(n for n in BUCKETS if n <= rows))
+    if limits.get("prefill_buckets") == CAPTURED:
+        limits["prefill_buckets"] = (*CAPTURED[:-1], 64 + rows)
     lives = Lives(arrivals, **limits)
     assert outcome(lives.finished) == alone(requests)
     assert lives.rows[0] == lives.rows[1]

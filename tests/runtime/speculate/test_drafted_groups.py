@@ -80,7 +80,7 @@ def test_drawn_guesses_beside_chunks_of_any_group_are_those_of_a_group_alone(tmp
     late = request(30, prompt(33, 30), max_tokens=4, **draws)
     apart = live([*first, *second, late], depth=0, widths=(4,), proposer=drafter, **how)
     rule = Speculation(4, mixed_percent=100)
-    how |= {"dtype": torch.float64, "max_prefill_tokens": 16, "prefill_buckets": (16, 40, 72)}
+    how |= {"dtype": torch.float64, "max_prefill_tokens": 16, "prefill_buckets": (16, 40, 48)}
     lives = Lives([{0: first, 4: [late]}, {3: second}], depth=2, proposer=drafter, speculation=rule, **how)
     found = {i: (ended.token_ids, ended.reason) for i, ended in lives.finished.items()}
     assert found == apart.answers
