@@ -23,6 +23,7 @@ from runtime.schedule.config import MixedSteps
 
 log = logging.getLogger(__name__)
 
+_STRIDE_OF_GROUPS = 2  # steps, of which one has chunks (docs/measurements/dp-attention.md#mixed-load)
 _FIRST_KV_CELL = 1 << 14  # tokens of KV; cells of the table double from here to what the pool holds
 
 
@@ -56,6 +57,7 @@ def mixed_steps(
         costly_prefix=costly_prefix(model),
         tile=tile,
         wave=wave,
+        stride=_STRIDE_OF_GROUPS if config.data_parallel > 1 else 1,
     )
     log.info("%s", _told(mixed, costs, config.itl_target_ms))
     return mixed

@@ -35,18 +35,18 @@ class TokenBudget:
             self._kv_tokens[-1].append(kv_tokens)
             self._totals[-1].append(total)
 
-    def chunk_tokens(self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int) -> int:
+    def chunk_tokens(self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int, stride: int = 1) -> int:
         """Tokens for the chunks of a step beside ``rows`` rows of ``row_tokens`` that hold ``kv_tokens`` at most.
 
         As many as fill the largest bucket within the budget; where ``waiting_tokens`` of prompts are few, as many as
-        fill the smallest bucket that holds enough of them. At least one, and at least up to the next bucket: prompts
-        advance in every step, however little the budget is.
+        fill the smallest bucket that holds enough of them: ``stride`` times as many as where every step has chunks. At
+        least one, and at least up to the next bucket: prompts advance in each such step, however little the budget is.
         """
         decoding = rows * row_tokens
         total = self._most_total(decoding, rows, kv_tokens)
         if self._calm_rows:
             calm = self._calm_tokens[_entry(self._calm_rows, rows)]
-            enough = decoding + max(calm, -(-waiting_tokens // self._drain_steps))
+            enough = decoding + stride * max(calm, -(-waiting_tokens // self._drain_steps))
             total = min(total, self.bucket(enough) or total)
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
 

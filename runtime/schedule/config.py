@@ -101,6 +101,9 @@ class MixedSteps:
     of its own prompt a chunk's token counts as two of the budget, since its attention costs as much as its products
     (0: all count as one). ``tile``: attention takes so many tokens of a chunk at once, and ``wave`` such tiles of all
     chunks at the same time, so behind long prefixes chunks are cut to fill whole waves (shares.py; 0: they are not).
+    ``stride``: while so few prompt tokens wait that one step may take them all, chunks come beside decode rows only in
+    steps whose number it divides, and then of ``stride`` times as many tokens. Groups that share experts pad their
+    steps to the longest one's; so chunks of all groups come together, and cost one long step instead of two.
 
     The numbers are data: rank 0 measures and shares them, and the digest holds them, so ranks that differ are found
     out at the first step. Raises ValueError for numbers that do not ascend, or are not positive.
@@ -114,6 +117,7 @@ class MixedSteps:
     costly_prefix: int = 0
     tile: int = 0
     wave: int = 0
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.buckets and (self.buckets[0] < 1 or not _ascending(self.buckets)):
@@ -125,13 +129,14 @@ class MixedSteps:
         if (
             self.drain_steps < 1
             or self.long_prompt < 1
+            or self.stride < 1
             or min(self.costly_prefix, self.tile, self.wave) < 0
             or ((self.tile == 0) is not (self.wave == 0))
         ):
             raise ValueError(
-                f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt}, costly_prefix "
-                f"{self.costly_prefix}, tile {self.tile} and wave {self.wave}: numbers of steps, tokens and tiles, the "
-                "first two at least 1, the others 0, and both of the last two or neither"
+                f"drain_steps is {self.drain_steps}, long_prompt {self.long_prompt}, stride {self.stride}, "
+                f"costly_prefix {self.costly_prefix}, tile {self.tile} and wave {self.wave}: numbers of steps, tokens "
+                "and tiles, the first three at least 1, the others 0, and both of the last two or neither"
             )
 
     @property
@@ -139,7 +144,7 @@ class MixedSteps:
         """Everything above as the digest folds it."""
         tables = (self.buckets, tuple(chain.from_iterable(self.budgets)), tuple(chain.from_iterable(self.calm)))
         lists = [number for table in tables for number in (len(table), *table)]
-        return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix, self.tile, self.wave)
+        return (*lists, self.drain_steps, self.long_prompt, self.costly_prefix, self.tile, self.wave, self.stride)
 
     @property
     def long_prefix(self) -> int:

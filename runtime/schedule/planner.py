@@ -9,6 +9,7 @@ Policy, in one place:
     Where no row decodes, a prefill step takes ``max_prefill_tokens``. Prompts whose tokens are scored are computed
     kernel by kernel, so decode rows do not wait for them twice in a row: they have prefill steps of their own, with the
     budget of the mixed step that they take the place of, and before the next one comes a step of the decode rows.
+    Groups that share experts have their few chunks in the same steps (``MixedSteps.stride``).
   * Without, a step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps
     run in a row, so that neither side starves.
   * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
@@ -112,9 +113,13 @@ class Planner:
         kv_tokens = sum([sequence.planned_tokens for sequence in self._rows])
         policy, rows = self.speculation, len(self._rows)
         room, fits = self._budget.window_room(rows, kv_tokens), self._budget.most_windows
+        stride = mixed.stride if self._waiting_tokens(self.limits.max_model_len) <= room - rows else 1
+        if self.resources.chain.step % stride:
+            return self._decode_step()
         width = self._width() if policy is None else policy.mixed_width(rows, room, fits)
         row_tokens = self.limits.row_tokens(width)
-        tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, self._waiting_tokens(mixed.long_prompt))
+        waiting = self._waiting_tokens(mixed.long_prompt)
+        tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, waiting, stride)
         if not scored_before:
             planned = self._prefill_step(self._cut_shares(tokens, scored=True))
             if planned is not None:

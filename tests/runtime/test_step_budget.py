@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -94,6 +95,14 @@ def test_all_ranks_have_the_tables_of_rank_0(model: Decoder, monkeypatch: pytest
     assert first is not None
     assert first == second
     assert (first.tile, first.wave) == of_rank_0 != attention_wave(model)
+
+
+def test_groups_have_their_chunks_in_the_same_steps(model: Decoder) -> None:
+    groups = replace(CONFIG, data_parallel=2, expert_parallel=True)
+    alone, grouped = (mixed_steps(config, model, measured(COSTS), None) for config in (CONFIG, groups))
+    assert alone is not None
+    assert grouped is not None
+    assert (alone.stride, grouped) == (1, replace(alone, stride=2))
 
 
 def test_without_captured_steps_nothing_is_measured_or_rounded(model: Decoder) -> None:

@@ -288,6 +288,21 @@ def test_windows_beside_as_many_tokens_of_a_chunk_as_there_may_be_fit_in_an_exch
     assert max(lives.rows[0]) == 64 + 8 * 4
 
 
+def test_chunks_of_all_groups_come_in_the_same_steps() -> None:
+    """While few prompt tokens wait. Nobody's tokens change, and fewer exchanges are as wide as a step with chunks."""
+    steady = [request(i, range(5 + i, 9 + i), max_tokens=60, stops=()) for i in range(4)]
+    brief = [request(20 + i, range(i, i + 9), max_tokens=3, stops=(), seed=i) for i in range(12)]
+    arrivals = [{0: steady[:2]} | {6 + 5 * i: [brief[i]] for i in range(6)}]
+    arrivals += [{0: steady[2:]} | {7 + 5 * i: [brief[6 + i]] for i in range(6)}]
+    wide = []
+    for stride in (1, 4):
+        lives = Lives(arrivals, depth=2, prefill_buckets=CAPTURED, mixed=replace(MIXED, stride=stride))
+        assert outcome(lives.finished) == alone([*steady, *brief])
+        assert lives.rows[0] == lives.rows[1]
+        wide.append(sum(rows in CAPTURED for rows in lives.rows[0]))
+    assert wide[0] - wide[1] >= 2 * 4, f"of each of two layers: {wide}"
+
+
 @pytest.mark.parametrize(("chunks", "seed"), covering([*CHUNKS], range(4), at_once=1), indirect=["chunks"])
 def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     draw = random.Random(seed)

@@ -236,6 +236,7 @@ def _draw_mixed(draw: random.Random, config: SchedulerConfig) -> MixedSteps:
         costly_prefix=draw.choice((0, 0, 6)),
         tile=tile,
         wave=wave,
+        stride=(1, 2, 1, 3)[(most + steps) % 4],
     )
 
 

@@ -72,6 +72,8 @@ class MixedRules:
         """``rows`` decode beside the step, or wait for it."""
         prefills = {**dict.fromkeys(self._scheduler.resources.by_state[State.PREFILL].values(), 0), **cut}
         given, mosts = sum(cut.values()), self._mosts(plan, rows, prefills)
+        if not mosts:
+            raise BrokenRule(f"step {plan.step} has chunks, the next one whose number {self._mixed.stride} divides has")
         most = max(mosts)
         wave = self._wave(plan)
         room = self._scheduler.config.limits.max_prefill_tokens
@@ -111,13 +113,26 @@ class MixedRules:
 
     def _mosts(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> set[int]:
         """What ``_most`` says with those who came to wait during the plan and without: rows that lost their blocks to
-        others before tokens were counted, or after."""
+        others before tokens were counted, or after. Nothing where few wait and it is no step for their chunks."""
         waiting = self._scheduler.resources.by_state[State.WAITING].items()
         came = [self._to_compute(sequence) for request_id, sequence in waiting if request_id not in self._in_line]
-        return {self._most(plan, rows, prefills, known) for known in (self._waiting, self._waiting + came)}
+        either = [(known, self._stride(rows, prefills, known)) for known in (self._waiting, self._waiting + came)]
+        return {self._most(plan, rows, prefills, known, stride) for known, stride in either if plan.step % stride == 0}
+
+    def _stride(self, rows: list[SequenceState], prefills: dict[SequenceState, int], waiting: list[int]) -> int:
+        """Of so many steps one has chunks."""
+        if not rows:
+            return 1
+        all_of_it = self._waiting_tokens(rows, prefills, waiting, self._scheduler.config.limits.max_model_len)
+        return self._mixed.stride if all_of_it <= self._window_room(rows) - len(rows) else 1
 
     def _most(
-        self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int], waiting: list[int]
+        self,
+        plan: StepPlan,
+        rows: list[SequenceState],
+        prefills: dict[SequenceState, int],
+        waiting: list[int],
+        stride: int,
     ) -> int:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""
         config, mixed = self._scheduler.config, self._mixed
@@ -136,9 +151,8 @@ class MixedRules:
         totals_there_are: Sequence[int] = mixed.buckets or range(1, budget + decoding + 2)
         if mixed.calm:
             calm = dict(mixed.calm)
-            wanted = decoding + max(
-                calm[covering(calm, len(rows))], -(-self._waiting_tokens(rows, prefills, waiting) // mixed.drain_steps)
-            )
+            tokens = self._waiting_tokens(rows, prefills, waiting, mixed.long_prompt)
+            wanted = decoding + stride * max(calm[covering(calm, len(rows))], -(-tokens // mixed.drain_steps))
             enough = [total for total in totals_there_are if total >= wanted]
             budget = min([budget, *enough[:1]])
         least = min(total for total in totals_there_are if total > decoding)
@@ -177,10 +191,12 @@ class MixedRules:
                 f"step {plan.step} has {len(rows)} rows of {plan.row_tokens} tokens beside chunks: {policy}"
             )
 
-    def _waiting_tokens(self, rows: list[SequenceState], prefills: Iterable[SequenceState], known: list[int]) -> int:
+    def _waiting_tokens(
+        self, rows: list[SequenceState], prefills: Iterable[SequenceState], known: list[int], most: int
+    ) -> int:
         """As it was when the plan was begun, but for ``known``, who wait: nobody was seated for it, nothing cut."""
         before = [s for s in prefills if (s.slot, s.epoch) in self._left]
-        tokens = sum(min(self._left[s.slot, s.epoch], self._mixed.long_prompt) for s in before)
+        tokens = sum(min(self._left[s.slot, s.epoch], most) for s in before)
         free = self._scheduler.config.limits.rows - len(before) - len(rows)
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 

@@ -61,6 +61,14 @@ def test_few_that_wait_get_small_steps_and_many_as_large_ones_as_they_need() -> 
     assert budget.chunk_tokens(80, 0, 1, CALM) == 128 - 80, "as little as it can be"
 
 
+def test_where_every_second_step_has_chunks_those_are_twice_as_large() -> None:
+    mixed = MixedSteps((8, 16, 32, 64, 128), ((64, MANY, 100),), ((4, 10),), drain_steps=4, stride=2)
+    budget = TokenBudget(mixed, 1000)
+    assert [budget.chunk_tokens(1, 0, 1, CALM, stride) for stride in (1, 2)] == [15, 31]
+    assert [budget.chunk_tokens(1, 0, 1, 120, stride) for stride in (1, 2)] == [31, 63]
+    assert budget.chunk_tokens(1, 0, 1, 5000, 2) == 63, "never beyond the budget"
+
+
 def test_any_tables_give_what_a_search_through_all_totals_gives() -> None:
     draw = random.Random(2)
     for _ in range(3000):
@@ -104,6 +112,7 @@ def test_any_tables_give_what_a_search_through_all_totals_gives() -> None:
         ({"calm": ((2, 5), (2, 9))}, "ascend"),
         ({"drain_steps": 0}, "at least 1"),
         ({"long_prompt": 0}, "at least 1"),
+        ({"stride": 0}, "at least 1"),
         ({"costly_prefix": -1}, "at least 1, the others 0"),
         ({"tile": -1}, "at least 1, the others 0"),
         ({"wave": -4}, "at least 1, the others 0"),

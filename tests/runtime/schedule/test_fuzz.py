@@ -95,7 +95,7 @@ OF_SNAPSHOTS = ("snapshot_saves", "snapshot_restores", "snapshot_evictions", "sn
 
 def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, forks of every kind and
-    prompts that leave before theirs, chunks cut to waves, every depth and every pattern of widths.
+    prompts that leave before theirs, chunks cut to waves or left to a later step, every depth, every pattern of widths.
     """
     seen: Counter[object] = Counter()
 
@@ -132,6 +132,10 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
     class Counting(Scheduler):
         def plan(self) -> StepPlan | None:
             plan, rule = super().plan(), self.config.speculation
+            strides = self.config.mixed is not None and self.config.mixed.stride > 1
+            seen["later chunks"] += strides and bool(
+                plan and plan.slots and not plan.chunks and self.planner._prefilling
+            )
             if plan is not None and rule is not None and plan.kind is StepKind.MIXED:
                 seen["narrower beside chunks"] += 1 < plan.width < rule.width
             return plan
@@ -142,7 +146,7 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
             seen[f"depth {self.config.limits.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
-    for seed in range(400):
+    for seed in range(700):
         run(make_trace(seed), partial(Counting, resources=CountingResources))
     for name in NAMES:
         assert seen[name] > 100, (name, seen)
@@ -154,6 +158,7 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen["found later"] > 5
     assert seen["early"] > 5
     assert seen["waves"] > 5
+    assert seen["later chunks"] > 100
     assert seen["narrower beside chunks"] > 20
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
     assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0

@@ -173,6 +173,42 @@ def test_few_tokens_wait_in_small_steps_and_many_in_large_ones() -> None:
     assert tokens == [30, 14, 14, 7, 6, 3, 3, 3], "a fourth of what waits, up to a bucket"
 
 
+def test_few_tokens_wait_for_a_step_whose_number_the_stride_divides() -> None:
+    """As those of all groups that pad their steps alike do; many are computed in every step."""
+    engine = mixing(replace(SIXTEEN, stride=3))
+    engine.admit(0, prompt=3, max_tokens=60)
+    engine.turns(2)
+    for request_id, few in ((1, 15), (2, 1), (3, 7)):
+        engine.admit(request_id, prompt=few, max_tokens=2)
+        plans = engine.real_turns(5)
+        assert [plan.step % 3 for plan in plans if plan.chunks] == [0], "one step is enough for all of it"
+        assert all(plan.decode_rows for plan in plans)
+    engine.admit(4, prompt=47, max_tokens=2)
+    chunks = [(plan.step % 3, plan.prefill_tokens) for plan in engine.real_turns(8) if plan.chunks]
+    assert [tokens for _, tokens in chunks] == [15, 15, 15, 2]
+    assert {at for at, _ in chunks[:3]} == {0, 1, 2}, "every step, but for the rest"
+    assert chunks[-1][0] == 0
+
+
+def test_prompts_that_nobody_decodes_beside_wait_for_no_step() -> None:
+    engine = mixing(replace(SIXTEEN, stride=3))
+    for request_id in range(3):
+        engine.admit(request_id, prompt=9, max_tokens=1)
+        assert kinds(engine.turns(1)) == "P", "in whatever step they come"
+
+
+def test_scored_prompts_wait_for_the_same_steps() -> None:
+    engine = mixing(replace(SIXTEEN, stride=2))
+    engine.admit(0, prompt=3, max_tokens=60)
+    engine.turns(2)
+    for request_id in (1, 2, 3):
+        score(engine, request_id, 9)
+        engine.admit(request_id + 10, prompt=5, max_tokens=2)
+        plans = engine.real_turns(5)
+        assert [plan.step % 2 for plan in plans if plan.chunks] == [0, 0]
+        assert {plan.kind for plan in plans if plan.chunks} == {StepKind.PREFILL, StepKind.MIXED}
+
+
 def test_who_has_no_row_to_come_does_not_count_as_waiting() -> None:
     engine = mixing(replace(SIXTEEN, calm=((16, 1),), drain_steps=4), rows=2, slots=4)
     engine.admit(0, prompt=2, max_tokens=60)
@@ -459,6 +495,7 @@ def test_ranks_with_other_numbers_disagree_before_the_first_step() -> None:
         MixedSteps(tile=64, wave=132),
         MixedSteps(tile=64, wave=264),
         MixedSteps(tile=128, wave=132),
+        MixedSteps(stride=2),
     ]
     digests = [digest(config_with(mixed=mixed)) for mixed in tables]
     assert len(set(digests)) == len(tables)
