@@ -104,7 +104,8 @@ class FakeDevice:
 
     ``max_blocks``: entries of a row of the block table. ``barren``: a decode row may gain nothing in a step, though
     never twice in a row. ``breaks_at``: by request, the number of tokens after which its logits are not finite.
-    ``poisons``: by request, a position whose cell is NAN when a chunk of it writes there for the first time.
+    ``poisons``: by request, a position whose cell is NAN when a chunk of it writes there for the first time, as are
+    those behind it: what a layer makes of NaN is NaN.
     ``broken_blocks``: by step, the blocks whose contents nobody may trust any more, because a row broke over them in
     that step. ``snapshots``: rows of the snapshot bank; 0: the model keeps no recurrent state.
     """
@@ -264,8 +265,11 @@ class FakeDevice:
     def _chunk_writes(self, chunk: Chunk, row: SlotRow, epoch: int) -> Writes:
         values = list(chunk.token_ids)
         poisoned = self.poisons.get(row.request_id, -1) - chunk.start
+        if NAN in self._history(chunk.slot, chunk.start) or (self.recurrent and NAN in self.states[chunk.slot]):
+            values = [NAN] * len(values)
+        elif 0 <= poisoned < len(values):
+            values[poisoned:] = [NAN] * (len(values) - poisoned)
         if 0 <= poisoned < len(values):
-            values[poisoned] = NAN
             del self.poisons[row.request_id]
         return [(chunk.slot, epoch, *self._cell(chunk.slot, chunk.start + i), value) for i, value in enumerate(values)]
 
@@ -284,8 +288,8 @@ class FakeDevice:
         writes = self._chunk_writes(chunk, row, epoch)
         self._put(writes)
         row.length = chunk.start + len(chunk.token_ids)
-        prompts.append(self._history(chunk.slot, row.length))
-        self._take_in(chunk.slot, row, prompts[-1][: chunk.start], prompts[-1])
+        history = self._history(chunk.slot, row.length)
+        prompts.append(self._take_in(chunk.slot, row, history[: chunk.start], history))
         new = self._advance(row, prompts[-1], 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
         self._distrust(plan.step, chunk.slot, row, result.finish[-1])
@@ -323,7 +327,7 @@ class FakeDevice:
             assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
             self._write(slot, row.length, row.last, writes, epoch)
             history = self._history(slot, row.length + 1)
-            self._take_in(slot, row, history[:-1], history)
+            history = self._take_in(slot, row, history[:-1], history)
             barren = self.barren and not row.tried
             new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
             for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
@@ -335,10 +339,18 @@ class FakeDevice:
         result.add(plan, new, self._code(row, new) if live else FinishReason.NONE)
         self._distrust(plan.step, slot, row, result.finish[-1])
 
-    def _take_in(self, slot: int, row: SlotRow, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """``before``: the tokens that its state must be of."""
-        row.lost = self.recurrent and (row.lost or self.states[slot] != before)
+    def _take_in(self, slot: int, row: SlotRow, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+        """``before``: the tokens that its state must be of. Returns what it has seen: NaN in a state stays there."""
+        state = self.states[slot]
+        if self.recurrent and NAN in state and len(state) == len(before):
+            after = (
+                *(NAN if NAN in pair else pair[1] for pair in zip(state, before, strict=True)),
+                *after[len(before) :],
+            )
+        elif self.recurrent:
+            row.lost = row.lost or state != before
         self.states[slot] = after
+        return after
 
     def _distrust(self, step: int, slot: int, row: SlotRow, code: int) -> None:
         if code == FinishReason.ERROR:
