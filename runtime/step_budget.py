@@ -108,6 +108,8 @@ def _told(mixed: MixedSteps, costs: list[tuple[int, float]], target_ms: float | 
     aim = "as long as is worth it" if target_ms is None else f"{target_ms:g} ms at most"
     powers = [(tokens, ms) for tokens, ms in costs if tokens & (tokens - 1) == 0 or tokens == costs[-1][0]]
     took = ", ".join(f"{tokens} {ms:.{1 if ms >= 100 else 2}f}" for tokens, ms in powers)
+    if mixed.stride > 1:
+        told += f"; {mixed.stride} times as many in one of {mixed.stride} steps, the same for all groups"
     return (
         f"mixed steps: prompt tokens while few wait: {told}; a step takes {aim} (--itl-target-ms); steps took, by "
         f"tokens, ms: {took}"

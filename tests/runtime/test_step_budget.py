@@ -97,12 +97,15 @@ def test_all_ranks_have_the_tables_of_rank_0(model: Decoder, monkeypatch: pytest
     assert (first.tile, first.wave) == of_rank_0 != attention_wave(model)
 
 
-def test_groups_have_their_chunks_in_the_same_steps(model: Decoder) -> None:
+def test_groups_have_their_chunks_in_the_same_steps(model: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="runtime.step_budget")
     groups = replace(CONFIG, data_parallel=2, expert_parallel=True)
     alone, grouped = (mixed_steps(config, model, measured(COSTS), None) for config in (CONFIG, groups))
     assert alone is not None
     assert grouped is not None
     assert (alone.stride, grouped) == (1, replace(alone, stride=2))
+    told = [record.getMessage() for record in caplog.records]
+    assert ["; 2 times as many in one of 2 steps, the same for all groups;" in line for line in told] == [False, True]
 
 
 def test_without_captured_steps_nothing_is_measured_or_rounded(model: Decoder) -> None:
