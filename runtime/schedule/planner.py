@@ -37,6 +37,7 @@ from runtime.schedule.shares import cost, gets_a_share, in_one_step, remaining, 
 from runtime.schedule.speculation import SpeculationPolicy
 from runtime.schedule.states import State, Trigger
 
+NEVER = -2  # no step's number, nor that of the one before a step
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
 NOBODY = (-1, -1)
 _GROWING = (State.PREFILL, State.DECODE, State.STALLED, State.DRAINING)
@@ -60,7 +61,7 @@ class Planner:
         self._burst = 0  # prefill steps in a row
         self._mixed = config.mixed
         self._budget = TokenBudget(config.mixed or MixedSteps(), config.limits.max_prefill_tokens)
-        self._scored_before = False  # the step before was for scored prompts, and rows that decode waited for it
+        self._scored_step = NEVER  # the latest step with chunks, if rows that decode waited for its scored prompts
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._slot_writes: list[SlotWrite] = []
         self._restored: list[tuple[int, int]] = []  # of the plan that is being made, as those that follow
@@ -103,7 +104,6 @@ class Planner:
     def _together(self, mixed: MixedSteps) -> Planned | None:
         """All rows that decode, and chunks beside them. Rows of a prompt's last chunk decode from the next step on."""
         rows_decode = self._ready_rows()
-        scored_before, self._scored_before = self._scored_before, False
         prompts_wait = self._prefilling or (self.resources.waiting and self._row_free)
         if not rows_decode:
             most = self.limits.max_prefill_tokens
@@ -114,21 +114,31 @@ class Planner:
         policy, rows = self.speculation, len(self._rows)
         room, fits = self._budget.window_room(rows, kv_tokens), self._budget.most_windows
         stride = mixed.stride if self._waiting_tokens(self.limits.max_model_len) <= room - rows else 1
-        if self.resources.chain.step % stride:
+        step, scored_step = self.resources.chain.step, self._scored_step
+        if step % stride:
             return self._decode_step()
         width = self._width() if policy is None else policy.mixed_width(rows, room, fits)
         row_tokens = self.limits.row_tokens(width)
         waiting = self._waiting_tokens(mixed.long_prompt)
         tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, waiting, stride)
-        if not scored_before:
-            planned = self._prefill_step(self._cut_shares(tokens, scored=True))
-            if planned is not None:
-                self._scored_before = True
-                return planned
+        others_first = scored_step != NEVER and stride > 1  # the step before need not have had chunks
+        if scored_step != step - 1 and not others_first and (planned := self._scored_prompts(tokens)) is not None:
+            return planned
         cut = self._cut_shares(tokens, scored=False, beside=rows * row_tokens)
+        self._scored_step = NEVER
+        if not cut[1] and scored_step != step - 1 and others_first:
+            planned = self._scored_prompts(tokens)
+            return self._decode_step() if planned is None else planned
         if policy is not None and cut[1]:
             policy.mixed(rows, room, fits)
         return self._mixed_step(width, cut)
+
+    def _scored_prompts(self, tokens: int) -> Planned | None:
+        """Chunks of those alone; rows that decode wait."""
+        planned = self._prefill_step(self._cut_shares(tokens, scored=True))
+        if planned is not None:
+            self._scored_step = self.resources.chain.step
+        return planned
 
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""

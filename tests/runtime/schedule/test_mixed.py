@@ -207,6 +207,30 @@ def test_scored_prompts_wait_for_the_same_steps() -> None:
         plans = engine.real_turns(5)
         assert [plan.step % 2 for plan in plans if plan.chunks] == [0, 0]
         assert {plan.kind for plan in plans if plan.chunks} == {StepKind.PREFILL, StepKind.MIXED}
+    for request_id in (4, 5, 6):
+        score(engine, request_id, 9, max_tokens=1)
+        assert sorted(kinds(engine.real_turns(2))) == ["D", "P"], "of no other kind: in each step that may have chunks"
+
+
+@pytest.mark.parametrize("scored_keep_coming", [True, False])
+def test_prompts_of_either_kind_that_keep_coming_do_not_hold_the_other_up(scored_keep_coming: bool) -> None:
+    """Three tokens come in every second step, the only one that may have chunks. The other prompt takes two of those."""
+    engine = mixing(replace(SIXTEEN, calm=((16, 2),), stride=2))
+    engine.admit(0, prompt=3, max_tokens=90)
+    engine.turns(2)
+
+    def come(request_id: int, tokens: int, *, scored: bool) -> None:
+        if scored:
+            score(engine, request_id, tokens, max_tokens=1)
+        else:
+            engine.admit(request_id, prompt=tokens, max_tokens=1)
+
+    for request_id in range(1, 12):
+        come(request_id, 3, scored=scored_keep_coming)
+        if request_id == 4:
+            come(20, 10, scored=not scored_keep_coming)
+        engine.turns(2)
+    assert engine.state(20) is State.ENDED
 
 
 def test_who_has_no_row_to_come_does_not_count_as_waiting() -> None:
