@@ -6,6 +6,7 @@ Knows: which exchanges are small enough. Does not know: where symmetric memory w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,13 +18,21 @@ from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import PeerBuffers, peer_buffer_bytes
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
 
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """``rows`` of the peer buffers, all in one launch; ``bytes`` that a rank sends to all its peers at most, in as many
+    launches as that takes."""
+
+    rows: int
+    bytes: int
+
+
+# The largest exchanges that were measured: NCCL was slower at every size up to these
+# (docs/measurements/dp-attention.md). Shorter launches of a long prompt would cost their latency more often.
+_OF_TWO_GROUPS = ExchangeLimits(2048, 64 << 20)
+_OF_MORE = ExchangeLimits(512, 512 * 4160)
 ROW_BYTES = 16 << 10
-_ROWS = 512  # of the buffers, all in one launch
-_ROWS_OF_TWO_GROUPS = 2048  # shorter launches of a long prompt would cost their latency more often
-# Bytes that a rank sends to all its peers: the largest exchange that was measured. NCCL was slower at every size up to
-# it (docs/measurements/dp-attention.md).
-_MOST_BYTES = 512 * 4160
-_MOST_BYTES_OF_TWO_GROUPS = 64 << 20
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes the kernels were tested with
 _VECTOR = 16  # bytes of the widest loads and stores
 _LOST = "exchanges between groups go through NCCL or gloo, in several launches each"
@@ -33,16 +42,24 @@ class SymmetricExchange(GroupExchange):
     """GroupExchange whose exchanges run in our own kernels where that is faster (``runs_in_kernels``).
 
     Gathered values are the same but for the sign of zeros. Sums are taken in float32 in group order and rounded once.
-    The choice depends only on what all ranks have in common: padded rows, width and dtype. The constructor is a
-    collective call of ``group``. Raises RuntimeError where symmetric memory does not work, ImportError without Triton.
+    The choice depends only on what all ranks have in common: padded rows, width and dtype. ``limits``: up to which
+    sizes our kernels are taken, the same on every rank; None takes what was measured. The constructor is a collective
+    call of ``group``. Raises RuntimeError where symmetric memory does not work, ImportError without Triton.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, calls: CallLog | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        calls: CallLog | None = None,
+        limits: ExchangeLimits | None = None,
+    ) -> None:
         from parallel.comm.all_reduce_triton import all_reduce_rows
         from parallel.comm.ep_exchange_triton import dispatch_rows
 
         super().__init__(group, calls)
-        rows = buffer_rows(self.groups)
+        self.limits = limits_of(self.groups) if limits is None else limits
+        rows = self.limits.rows
         self._memory = SentinelMemory(group, device, peer_buffer_bytes(self.groups, rows, ROW_BYTES))
         use_counts = torch.zeros(rows, dtype=torch.int32, device=device)
         buffers = PeerBuffers(self._memory.addresses, use_counts, self.index, rows, ROW_BYTES)
@@ -54,7 +71,7 @@ class SymmetricExchange(GroupExchange):
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int, local_E: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         width, choices = hidden_TN.shape[1], ids_TC.shape[1]
-        if not runs_in_kernels(self.groups, rows, width, choices, hidden_TN.dtype):
+        if not runs_in_kernels(self.limits, self.groups, rows, width, choices, hidden_TN.dtype):
             return super().dispatch(hidden_TN, weights_TC, ids_TC, rows, local_E)
         with self.calls.call("all_gather", hidden_TN, rows):
             parts = (hidden_TN.contiguous(), weights_TC.contiguous(), ids_TC.contiguous())
@@ -62,26 +79,26 @@ class SymmetricExchange(GroupExchange):
 
     def reduce_scatter(self, x_YN: Tensor) -> Tensor:
         rows, width = x_YN.shape[0] // self.groups, x_YN.shape[1]
-        if not runs_in_kernels(self.groups, rows, width, 0, x_YN.dtype):
+        if not runs_in_kernels(self.limits, self.groups, rows, width, 0, x_YN.dtype):
             return super().reduce_scatter(x_YN)
         with self.calls.call("reduce_scatter", x_YN):
             return self._reduce_scatter_rows(x_YN.contiguous())[0]
 
 
-def buffer_rows(groups: int) -> int:
-    """Rows of a rank's peer buffers. Between two groups even the exchanges of long prompts go through them."""
-    return _ROWS_OF_TWO_GROUPS if groups <= 2 else _ROWS
+def limits_of(groups: int) -> ExchangeLimits:
+    """Between two groups even the exchanges of long prompts run in our kernels."""
+    return _OF_TWO_GROUPS if groups <= 2 else _OF_MORE
 
 
-def runs_in_kernels(groups: int, rows: int, width: int, choices: int, dtype: torch.dtype) -> bool:
+def runs_in_kernels(
+    limits: ExchangeLimits, groups: int, rows: int, width: int, choices: int, dtype: torch.dtype
+) -> bool:
     """Whether our kernels take an exchange of ``rows`` a group, each with ``choices`` weights and expert ids."""
     hidden_bytes = width * dtype.itemsize
     row_bytes = hidden_bytes + 8 * choices
     if dtype not in DTYPES or hidden_bytes % _VECTOR or not 0 < row_bytes <= ROW_BYTES or rows < 1:
         return False
-    if groups <= 2:
-        return rows * row_bytes <= _MOST_BYTES_OF_TWO_GROUPS
-    return rows <= _ROWS and (groups - 1) * rows * row_bytes <= _MOST_BYTES
+    return max(1, groups - 1) * rows * row_bytes <= limits.bytes
 
 
 def fastest_exchange(group: dist.ProcessGroup, device: torch.device, calls: CallLog | None = None) -> GroupExchange:

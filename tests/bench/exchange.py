@@ -3,7 +3,7 @@
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.exchange --out FOLDER
 
 Microseconds by the rows that each group brings, of 30B-A3B: 2048 bfloat16, with the weights and ids of 8 choices there;
-``--width``: others. Rows of prompts where our kernels take them.
+``--width``: others. Rows of prompts where our kernels take them; ``--whole``: everywhere.
 NCCL's gather is with what makes one message of three tensors and three of one message, and what finds a rank's own
 numbers of the chosen experts. Every figure is the median of rounds, in each of which the ways take turns; a round is
 replays of a graph of calls that follow each other, each with a norm's launch behind it, which is timed alone, too. Both
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from models.kernels.matmul.autotune import median_graph_us
 from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.symmetric_exchange import SymmetricExchange, runs_in_kernels
+from parallel.comm.symmetric_exchange import ExchangeLimits, SymmetricExchange, limits_of, runs_in_kernels
 from tests.bench.all_reduce import CALLS, chain, leave, ranks_of_torchrun, show
 from tests.parallel.comm.exchange_cases import Layer, layer, same_bits
 
@@ -61,13 +61,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for exchange.json")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--fewest", type=int, default=1, help="rows of the smallest exchange")
+    parser.add_argument("--whole", action="store_true", help="rows of prompts between any number of groups")
     asked = parser.parse_args()
     group, device = ranks_of_torchrun()
-    ours, nccl = SymmetricExchange(group, device), GroupExchange(group)  # kept: exchanges go through its memory
+    limits = ExchangeLimits(limits_of(2).rows, 1 << 30) if asked.whole else None
+    ours, nccl = (
+        SymmetricExchange(group, device, limits=limits),
+        GroupExchange(group),
+    )  # kept: exchanges go through its memory
     norm = torch.ones(asked.width, dtype=torch.bfloat16, device=device)
     found = []
     for rows in (*ROWS, *OF_PROMPTS):
-        if rows < asked.fewest or not runs_in_kernels(ours.groups, rows, asked.width, CHOICES, torch.bfloat16):
+        if rows < asked.fewest or not runs_in_kernels(
+            ours.limits, ours.groups, rows, asked.width, CHOICES, torch.bfloat16
+        ):
             continue
         given = layer(rows, ours.groups, rows, asked.width, CHOICES, torch.bfloat16, full=True).on(device)
         check(ours, given)

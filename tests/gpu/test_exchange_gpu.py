@@ -18,7 +18,12 @@ from torch import Tensor
 
 from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import SENTINEL
-from parallel.comm.symmetric_exchange import SymmetricExchange, buffer_rows, fastest_exchange, runs_in_kernels
+from parallel.comm.symmetric_exchange import (
+    SymmetricExchange,
+    fastest_exchange,
+    limits_of,
+    runs_in_kernels,
+)
 from tests.gpu.ranks_on_gpus import (
     OWN_GPUS,
     RANKS,
@@ -39,7 +44,7 @@ WIDTH = 2048
 SHAPES = (  # rows, width, choices, dtype: one variant of the kernels each
     *((rows, WIDTH, 8, BF16) for rows in (1, 5, 64, 512)),
     (513, WIDTH, 8, BF16),  # programs with several rows, most of them two
-    (2 * buffer_rows(2) + 7, 256, 8, BF16),  # three launches
+    (2 * limits_of(2).rows + 7, 256, 8, BF16),  # three launches
     (1500, 4096, 8, BF16),
     (7, 6144, 2, BF16),
     (33, 96, 3, torch.float16),
@@ -70,6 +75,8 @@ def _rank(rank: int, port: int, ranks: int) -> None:
     assert isinstance(made, SymmetricExchange)
     _check_beside_nccl(made, device)
     _check_all(made, OWN_GPUS, device)
+    if 2 < ranks <= 4:  # what our kernels do not take yet, since nobody has timed it
+        _check_all(SymmetricExchange(made.group, device, limits=limits_of(2)), OWN_GPUS, device)
     leave()
 
 
@@ -80,22 +87,23 @@ def _sharing_rank(rank: int, port: int, ranks: int) -> None:
 
 
 def _check_all(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
-    for seed, shape in enumerate(_shapes(made.groups, extent)):
+    for seed, shape in enumerate(_shapes(made, extent)):
         _check(made, layer(seed, made.groups, *shape), device)
     _check_behind_each_other(made, extent, device)
     _check_graph(made, extent, device, IN_A_STEP)
-    if made.groups == 2 and extent is OWN_GPUS:
+    if made.limits == limits_of(2) and extent is OWN_GPUS:
         _check_graph(made, extent, device, OF_A_PROMPT)
     torch.cuda.synchronize()
     assert bool((made._memory._own == SENTINEL).all()), "something was left where the next exchange waits"
 
 
-def _shapes(groups: int, extent: Extent) -> list[tuple[int, int, int, torch.dtype]]:
-    """Those that our kernels take between so many: all between two, none of 512 rows or more between more. None of a
-    prompt's rows where ranks share a GPU: a program's next row waits for the other ranks' turns, again and again.
+def _shapes(made: SymmetricExchange, extent: Extent) -> list[tuple[int, int, int, torch.dtype]]:
+    """Those that our kernels take: all within the limits of two groups, none of 512 rows or more within the others.
+    None of a prompt's rows where ranks share a GPU: a program's next row waits for the other ranks' turns again and
+    again.
     """
-    fitting = [shape for shape in SHAPES if runs_in_kernels(groups, *shape)]
-    assert len(fitting) == len(SHAPES) - 4 * (groups > 2)
+    fitting = [shape for shape in SHAPES if runs_in_kernels(made.limits, made.groups, *shape)]
+    assert len(fitting) == len(SHAPES) - 4 * (made.limits != limits_of(2))
     return fitting if extent is OWN_GPUS else [shape for shape in fitting if shape[0] <= 512]
 
 
@@ -118,7 +126,7 @@ def _check_beside_nccl(made: SymmetricExchange, device: torch.device) -> None:
     for seed, rows in enumerate((4, most, 4)):
         width = 8000 if rows == most else 256
         given = layer(seed, made.groups, rows, width, 8, BF16).on(device)
-        assert runs_in_kernels(made.groups, rows, width, 8, BF16) == (rows < most)
+        assert runs_in_kernels(made.limits, made.groups, rows, width, 8, BF16) == (rows < most)
         found, wanted = made.dispatch(*given.brought(made.index)), given.gathered()
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), f"{rows} rows"
@@ -138,7 +146,7 @@ def _wanted(made: GroupExchange, way: str, given: Layer) -> tuple[Tensor, ...]:
 
 def _check_behind_each_other(made: SymmetricExchange, extent: Extent, device: torch.device) -> None:
     """Of other rows each time and in any order, while no host waits for its device."""
-    given = [layer(seed, made.groups, *shape).on(device) for seed, shape in enumerate(_shapes(made.groups, extent))]
+    given = [layer(seed, made.groups, *shape).on(device) for seed, shape in enumerate(_shapes(made, extent))]
     steps = [*product(given, WAYS)]
     found = []
     for turn in late_by_turns(made.index, made.groups, extent.ways, extent.late):

@@ -39,7 +39,7 @@ from models.kernels.traits import H200
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
-from parallel.comm.symmetric_exchange import ROW_BYTES, buffer_rows
+from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
@@ -389,7 +389,7 @@ def all_reduces_of_prompts(driver: CompilingDriver) -> None:
 def exchanges(driver: CompilingDriver, *sizes: int) -> None:
     """There and back, between so many groups: any number of tokens runs the same code."""
     for size in sizes:
-        buffers = _of_groups(size)
+        buffers = _of_groups(size, limits_of(size).rows)
         for dtype, width, choices in ((torch.bfloat16, 2048, 8), (torch.bfloat16, 6144, 2), (torch.float32, 2048, 3)):
             driver.where = f"{size} groups"
             for tokens in (1, 13, 16):
@@ -401,23 +401,25 @@ def exchanges(driver: CompilingDriver, *sizes: int) -> None:
 
 
 def exchanges_of_prompts(driver: CompilingDriver) -> None:
-    """Of more rows than have a program each, between two groups; 8192 is the widest row that they take in bfloat16."""
-    buffers, rows = _of_groups(2), 2 * buffer_rows(2) - 1
-    for width, choices in ((2048, 8), (4096, 8), (8192 - 64, 8)):
-        driver.where = f"{width} wide"
-        hidden, weights = (
-            torch.empty(rows, width, dtype=torch.bfloat16, device=META),
-            torch.empty(rows, choices, device=META),
-        )
-        ids, numbers = (torch.empty(n, dtype=torch.int32, device=META) for n in ((rows, choices), (128,)))
-        dispatch_rows(hidden, weights, ids, rows, numbers, buffers, pdl=True)
-        all_reduce_rows(
-            torch.empty(2 * rows, width, dtype=torch.bfloat16, device=META), buffers, scatter=True, pdl=True
-        )
+    """Of more rows than have a program each, between two groups, and between four, which may take them when they were
+    measured; the last is the widest row that they take in bfloat16.
+    """
+    for groups in (2, 4):
+        buffers = _of_groups(groups, limits_of(2).rows)
+        rows = 2 * buffers.rows - 1
+        for width in (2048, 4096, 8192 - 64):
+            driver.where = f"{groups} groups, {width} wide"
+            hidden, parts = (
+                torch.empty(count, width, dtype=torch.bfloat16, device=META) for count in (rows, groups * rows)
+            )
+            weights, ids = (torch.empty(rows, 8, dtype=dtype, device=META) for dtype in (torch.float32, torch.int32))
+            dispatch_rows(
+                hidden, weights, ids, rows, torch.empty(128, dtype=torch.int32, device=META), buffers, pdl=True
+            )
+            all_reduce_rows(parts, buffers, scatter=True, pdl=True)
 
 
-def _of_groups(size: int) -> PeerBuffers:
-    rows = buffer_rows(size)
+def _of_groups(size: int, rows: int) -> PeerBuffers:
     use_counts = torch.empty(rows, dtype=torch.int32, device=META)
     return PeerBuffers(tuple((1 + rank) << 40 for rank in range(size)), use_counts, 0, rows, ROW_BYTES)
 

@@ -18,7 +18,14 @@ from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives
 from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.symmetric_all_reduce import fastest_collectives
-from parallel.comm.symmetric_exchange import ROW_BYTES, SymmetricExchange, fastest_exchange, runs_in_kernels
+from parallel.comm.symmetric_exchange import (
+    ROW_BYTES,
+    ExchangeLimits,
+    SymmetricExchange,
+    fastest_exchange,
+    limits_of,
+    runs_in_kernels,
+)
 from parallel.comm.symmetric_memory import MAX_RANKS, _log_fallback, _on_one_node, _why_not, build_on_every_rank
 
 CPU = torch.device("cpu")
@@ -81,8 +88,8 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
         (2, 0, 2048, 8, torch.bfloat16, False),
         (4, 170, 2048, 8, torch.bfloat16, True),
         (4, 171, 2048, 8, torch.bfloat16, False),
-        (3, 512, 64, 8, torch.bfloat16, True),
-        (3, 513, 64, 8, torch.bfloat16, False),  # more than one launch
+        (3, 5000, 64, 8, torch.bfloat16, True),  # in several launches
+        (3, 6000, 64, 8, torch.bfloat16, False),
         (8, 64, 2048, 8, torch.bfloat16, True),
         (2, 1, ROW_BYTES // 2, 0, torch.bfloat16, True),
         (2, 1, ROW_BYTES // 2, 1, torch.bfloat16, False),
@@ -96,7 +103,7 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
 def test_which_exchanges_run_in_our_kernels(
     groups: int, rows: int, width: int, choices: int, dtype: torch.dtype, fits: bool
 ) -> None:
-    assert runs_in_kernels(groups, rows, width, choices, dtype) == fits
+    assert runs_in_kernels(limits_of(groups), groups, rows, width, choices, dtype) == fits
 
 
 def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +123,9 @@ def test_all_ranks_go_one_way_and_log_the_same_calls(group: dist.ProcessGroup, m
     monkeypatch.setattr("parallel.comm.all_reduce_triton.all_reduce_rows", summed)
     monkeypatch.setattr("parallel.comm.symmetric_exchange.SentinelMemory", lambda *_: SimpleNamespace(addresses=(16,)))
     monkeypatch.setattr("parallel.comm.symmetric_exchange.has_dependent_launches", lambda device: False)
-    monkeypatch.setattr("parallel.comm.symmetric_exchange._MOST_BYTES_OF_TWO_GROUPS", 1 << 10)
     logs = []
     for tokens in (1, 5):
-        made = SymmetricExchange(group, CPU)
+        made = SymmetricExchange(group, CPU, limits=ExchangeLimits(512, 1 << 10))
         ids = torch.zeros(tokens, 2, dtype=torch.int32)
         for rows in (8, 8, 520):
             made.dispatch(torch.zeros(tokens, 8), torch.zeros(tokens, 2), ids, rows, ids[0])

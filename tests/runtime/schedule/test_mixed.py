@@ -214,7 +214,7 @@ def test_scored_prompts_wait_for_the_same_steps() -> None:
 
 @pytest.mark.parametrize("scored_keep_coming", [True, False])
 def test_prompts_of_either_kind_that_keep_coming_do_not_hold_the_other_up(scored_keep_coming: bool) -> None:
-    """Three tokens come in every second step, the only one that may have chunks. The other prompt takes two of those."""
+    """Three tokens come for every second step, which alone may have chunks. The other prompt takes two of those."""
     engine = mixing(replace(SIXTEEN, calm=((16, 2),), stride=2))
     engine.admit(0, prompt=3, max_tokens=90)
     engine.turns(2)
