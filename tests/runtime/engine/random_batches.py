@@ -3,7 +3,7 @@
 Against them stands the plainest engine there is: depth 0, room for everything, no prefix cache, one line at a time.
 What random_lives.py leaves out is here: n > 1, stop strings, echo, drawn and named seeds, priorities, requests that
 break, tokens without a text, pauses of what is being cancelled, times in which there is nothing to do, slow streams,
-two ranks that share the model.
+two ranks that share the model, steps with chunks that are captured, with decode rows or without.
 
     python -m tests.runtime.engine.random_batches --first 0 --seeds 1000  prints each batch that differs (a make target)
 
@@ -32,8 +32,9 @@ from runtime.frontend.outputs import Completion, RequestOutput
 from runtime.schedule.request import FinishReason
 from tests.launch.generate.batches import parser
 from tests.launch.generate.fake_engine import FakeModel
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.group_rigs import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back
+from tests.runtime.engine.rig import MIXED
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.frontend import small_tokenizers
 
@@ -93,7 +94,20 @@ def random_batch(seed: int) -> Batch:
     if draw.random() < 0.2:
         batch.limits["jitter_s"] = 0.0005
     batch.limits["ranks"] = draw.choice((1, 1, 1, 2))
+    if seed % 2:  # other seeds give what they always gave
+        batch.limits |= _chunks(random.Random(f"chunks {seed}"), rows, batch.limits["max_prefill_tokens"])
     return batch
+
+
+def _chunks(draw: random.Random, rows: int, most: int) -> Row:
+    """How steps with chunks of prompts are cut and launched."""
+    mixed = draw.choice((None, MIXED, MIXED, replace(MIXED, stride=2), replace(MIXED, stride=3)))
+    largest = most + rows if mixed is not None else most
+    smaller = tuple(bucket for bucket in (8, 16, 40) if bucket < largest)
+    buckets = draw.choice(((), (*smaller, largest), (*smaller, largest), (max(1, largest // 2),)))
+    if mixed is not None and buckets and buckets[-1] > rows and draw.random() < 0.5:
+        mixed = replace(mixed, buckets=buckets)
+    return {"mixed": mixed, "prefill_buckets": buckets}
 
 
 def _line(draw: random.Random, name: str, stems: list[tuple[int, ...]]) -> Row:
@@ -179,7 +193,7 @@ def _events(draw: random.Random, batch: Batch, prepared: PreparedRequest, turn: 
 
 @contextmanager
 def _engine(limits: Row) -> Iterator[Engine]:
-    exact: Row = {"kernels": ExactKernels(), "dtype": torch.float64, "max_model_len": CONTEXT}
+    exact: Row = {"kernels": exact_kernels(), "dtype": torch.float64, "max_model_len": CONTEXT}
     exact["shape"] = {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
     with tensor_rig(
         limits.get("ranks", 1), prepare=_break, **(exact | {k: limits[k] for k in limits.keys() - {"ranks"}})

@@ -42,3 +42,6 @@ def test_everything_is_drawn() -> None:
     limits = [random_batch(seed).limits for seed in range(40)]
     assert {each["ranks"] for each in limits} == {1, 2}
     assert {each["depth"] for each in limits} == {0, 1, 2, 3, 4}
+    more = [random_batch(seed).limits for seed in range(200)]
+    captured = [each["mixed"] for each in more if each.get("prefill_buckets")]
+    assert {0 if mixed is None else mixed.stride for mixed in captured} == {0, 1, 2, 3}
