@@ -28,9 +28,9 @@ class ExchangeLimits:
     bytes: int
 
 
-# NCCL was slower at every size that was measured (docs/measurements/dp-attention.md): between two groups up to half as
-# many bytes, where a combine takes 75% of its time and a dispatch 37%; between more, and by rows, up to these. Shorter
-# launches of a long prompt would cost their latency more often.
+# NCCL was slower at every size that was measured, all between two groups (docs/measurements/dp-attention.md): up to 34
+# MB, where a combine takes 75% of its time and a dispatch 37%. Between more groups none was, so they keep to what was
+# measured first. Shorter launches of a long prompt would cost their latency more often.
 _OF_TWO_GROUPS = ExchangeLimits(2048, 64 << 20)
 _OF_MORE = ExchangeLimits(512, 512 * 4160)
 ROW_BYTES = 16 << 10

@@ -113,7 +113,7 @@ class Planner:
         kv_tokens = sum([sequence.planned_tokens for sequence in self._rows])
         policy, rows = self.speculation, len(self._rows)
         room, fits = self._budget.window_room(rows, kv_tokens), self._budget.most_windows
-        stride = mixed.stride if self._waiting_tokens(self.limits.max_model_len) <= room - rows else 1
+        stride = self._stride(mixed, room - rows)
         step, scored_step = self.resources.chain.step, self._scored_step
         if step % stride:
             return self._decode_step()
@@ -121,17 +121,24 @@ class Planner:
         row_tokens = self.limits.row_tokens(width)
         waiting = self._waiting_tokens(mixed.long_prompt)
         tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, waiting, stride)
-        others_first = scored_step != NEVER and stride > 1  # the step before need not have had chunks
-        if scored_step != step - 1 and not others_first and (planned := self._scored_prompts(tokens)) is not None:
+        rows_waited = scored_step == step - 1
+        others_turn = stride > 1 and scored_step != NEVER  # there may have been steps without chunks since
+        if not (rows_waited or others_turn) and (planned := self._scored_prompts(tokens)) is not None:
             return planned
         cut = self._cut_shares(tokens, scored=False, beside=rows * row_tokens)
         self._scored_step = NEVER
-        if not cut[1] and scored_step != step - 1 and others_first:
+        if others_turn and not (cut[1] or rows_waited):
             planned = self._scored_prompts(tokens)
             return self._decode_step() if planned is None else planned
         if policy is not None and cut[1]:
             policy.mixed(rows, room, fits)
         return self._mixed_step(width, cut)
+
+    def _stride(self, mixed: MixedSteps, room: int) -> int:
+        """Of so many steps one has chunks: ``room`` is what a step may take of all that waits."""
+        if mixed.stride == 1 or self._waiting_tokens(self.limits.max_model_len) > room:
+            return 1
+        return mixed.stride
 
     def _scored_prompts(self, tokens: int) -> Planned | None:
         """Chunks of those alone; rows that decode wait."""

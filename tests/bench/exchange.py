@@ -2,8 +2,8 @@
 
 Run: python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.bench.exchange --out FOLDER
 
-Microseconds by the rows that each group brings, of 30B-A3B: 2048 bfloat16, with the weights and ids of 8 choices there;
-``--width``: others. Rows of prompts where our kernels take them; ``--whole``: everywhere.
+Microseconds by the rows that each group brings, of 30B-A3B: 2048 bfloat16 (``--width``: others), with the weights and
+ids of 8 choices there; as many rows as our kernels take between so many groups, or, with ``--whole``, up to 8,192.
 NCCL's gather is with what makes one message of three tensors and three of one message, and what finds a rank's own
 numbers of the chosen experts. Every figure is the median of rounds, in each of which the ways take turns; a round is
 replays of a graph of calls that follow each other, each with a norm's launch behind it, which is timed alone, too. Both
@@ -65,18 +65,14 @@ def main() -> None:
     asked = parser.parse_args()
     group, device = ranks_of_torchrun()
     limits = ExchangeLimits(limits_of(2).rows, 1 << 30) if asked.whole else None
-    ours, nccl = (
-        SymmetricExchange(group, device, limits=limits),
-        GroupExchange(group),
-    )  # kept: exchanges go through its memory
+    ours = SymmetricExchange(group, device, limits=limits)  # kept: exchanges go through its memory
+    nccl = GroupExchange(group)
     norm = torch.ones(asked.width, dtype=torch.bfloat16, device=device)
     found = []
-    for rows in (*ROWS, *OF_PROMPTS):
-        if rows < asked.fewest or not runs_in_kernels(
-            ours.limits, ours.groups, rows, asked.width, CHOICES, torch.bfloat16
-        ):
-            continue
-        given = layer(rows, ours.groups, rows, asked.width, CHOICES, torch.bfloat16, full=True).on(device)
+    sizes = [rows for rows in (*ROWS, *OF_PROMPTS) if rows >= asked.fewest]
+    kind = asked.width, CHOICES, torch.bfloat16
+    for rows in [rows for rows in sizes if runs_in_kernels(ours.limits, ours.groups, rows, *kind)]:
+        given = layer(rows, ours.groups, rows, *kind, full=True).on(device)
         check(ours, given)
         x = given.hidden[ours.index]
         (our_gather, our_sum), (nccl_gather, nccl_sum) = calls_of(ours, given), calls_of(nccl, given)

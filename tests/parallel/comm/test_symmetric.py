@@ -83,7 +83,7 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
     [
         (2, 1, 2048, 8, torch.bfloat16, True),
         (2, 16_131, 2048, 8, torch.float16, True),
-        (2, 16_132, 2048, 8, torch.float16, False),  # more bytes than were measured
+        (2, 16_132, 2048, 8, torch.float16, False),  # more bytes than there may be
         (2, 100_000, 64, 8, torch.bfloat16, True),
         (2, 0, 2048, 8, torch.bfloat16, False),
         (4, 170, 2048, 8, torch.bfloat16, True),

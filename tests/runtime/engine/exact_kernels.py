@@ -9,6 +9,8 @@ Knows: the contract of models/kernels/interface.py. Does not know: speed.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,6 +79,14 @@ class ExactKernels(ReferenceKernels):
         inner_GTI = self.silu_mul(up_GTX) if up_GTX.shape[2] > down_GNI.shape[2] else self.relu2(up_GTX)
         term_GTN = inner_GTI @ down_GNI.mT * weight_GT1
         return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
+
+
+def exact_kernels() -> ExactKernels:
+    """Their plans of attention are tables, as on a GPU (tiled_kernels.py), where Triton is there."""
+    if importlib.util.find_spec("triton") is None:
+        return ExactKernels()
+    made: ExactKernels = importlib.import_module("tests.runtime.engine.tiled_kernels").TiledExactKernels()
+    return made
 
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ A collective or an agreement that one group skips breaks a barrier, and with it 
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +23,11 @@ from runtime.engine import Engine
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.replicate.event_codec import encode_events
 from runtime.schedule.plan import Event
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import RigLimits, RigPlace, rig
 
 PATIENCE_S = 120.0  # a machine may be busy with other things
-
-
-def exact_kernels() -> ExactKernels:
-    """Their plans of attention are tables, as on a GPU, where Triton is there."""
-    if importlib.util.find_spec("triton") is None:
-        return ExactKernels()
-    made: ExactKernels = importlib.import_module("tests.runtime.engine.tiled_kernels").TiledExactKernels()
-    return made
 
 
 class Meeting:

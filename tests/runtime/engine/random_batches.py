@@ -32,7 +32,7 @@ from runtime.frontend.outputs import Completion, RequestOutput
 from runtime.schedule.request import FinishReason
 from tests.launch.generate.batches import parser
 from tests.launch.generate.fake_engine import FakeModel
-from tests.runtime.engine.group_rigs import exact_kernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import MIXED
 from tests.runtime.engine.tensor_ranks import tensor_rig

@@ -27,8 +27,8 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import HYBRIDS
-from tests.runtime.engine.exact_kernels import ExactKernels
-from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange, exact_kernels
+from tests.runtime.engine.exact_kernels import ExactKernels, exact_kernels
+from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.lives import Act, check_all_is_back
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import MIXED, RigLimits, RigPlace, request, rig, run
