@@ -28,10 +28,13 @@ class ExchangeLimits:
     bytes: int
 
 
-# NCCL was slower at every size that was measured, all between two groups (docs/measurements/dp-attention.md): up to 34
-# MB, where a combine takes 75% of its time and a dispatch 37%. Between more groups none was, so they keep to what was
-# measured first. Shorter launches of a long prompt would cost their latency more often.
-_OF_TWO_GROUPS = ExchangeLimits(2048, 64 << 20)
+# NCCL was slower at every size that was measured, between two groups and between four (docs/measurements/
+# dp-attention.md): up to 34 MB to each other rank, where a combine takes 75 and 94% of its time and a dispatch 37 and
+# 47%. Between more groups none was, so they keep to what was measured first. Shorter launches of a long prompt would
+# cost their latency more often.
+_MOST_MEASURED_GROUPS = 4
+_LAUNCH_ROWS = 2048
+_BYTES_TO_EACH = 64 << 20
 _OF_MORE = ExchangeLimits(512, 512 * 4160)
 ROW_BYTES = 16 << 10
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes the kernels were tested with
@@ -87,8 +90,10 @@ class SymmetricExchange(GroupExchange):
 
 
 def limits_of(groups: int) -> ExchangeLimits:
-    """Between two groups even the exchanges of long prompts run in our kernels."""
-    return _OF_TWO_GROUPS if groups <= 2 else _OF_MORE
+    """Between up to four groups even the exchanges of long prompts run in our kernels."""
+    if groups > _MOST_MEASURED_GROUPS:
+        return _OF_MORE
+    return ExchangeLimits(_LAUNCH_ROWS, max(1, groups - 1) * _BYTES_TO_EACH)
 
 
 def runs_in_kernels(

@@ -75,8 +75,6 @@ def _rank(rank: int, port: int, ranks: int) -> None:
     assert isinstance(made, SymmetricExchange)
     _check_beside_nccl(made, device)
     _check_all(made, OWN_GPUS, device)
-    if 2 < ranks <= 4:  # what our kernels do not take yet, since nobody has timed it
-        _check_all(SymmetricExchange(made.group, device, limits=limits_of(2)), OWN_GPUS, device)
     leave()
 
 
@@ -91,19 +89,18 @@ def _check_all(made: SymmetricExchange, extent: Extent, device: torch.device) ->
         _check(made, layer(seed, made.groups, *shape), device)
     _check_behind_each_other(made, extent, device)
     _check_graph(made, extent, device, IN_A_STEP)
-    if made.limits == limits_of(2) and extent is OWN_GPUS:
+    if made.groups <= 4 and extent is OWN_GPUS:
         _check_graph(made, extent, device, OF_A_PROMPT)
     torch.cuda.synchronize()
     assert bool((made._memory._own == SENTINEL).all()), "something was left where the next exchange waits"
 
 
 def _shapes(made: SymmetricExchange, extent: Extent) -> list[tuple[int, int, int, torch.dtype]]:
-    """Those that our kernels take: all within the limits of two groups, none of 512 rows or more within the others.
-    None of a prompt's rows where ranks share a GPU: a program's next row waits for the other ranks' turns again and
-    again.
+    """Those that our kernels take: all between up to four groups, none of 512 rows or more between others. None of a
+    prompt's rows where ranks share a GPU: a program's next row waits for the other ranks' turns again and again.
     """
     fitting = [shape for shape in SHAPES if runs_in_kernels(made.limits, made.groups, *shape)]
-    assert len(fitting) == len(SHAPES) - 4 * (made.limits != limits_of(2))
+    assert len(fitting) == len(SHAPES) - 4 * (made.groups > 4)
     return fitting if extent is OWN_GPUS else [shape for shape in fitting if shape[0] <= 512]
 
 
@@ -122,7 +119,7 @@ def _check(made: SymmetricExchange, given: Layer, device: torch.device) -> None:
 
 def _check_beside_nccl(made: SymmetricExchange, device: torch.device) -> None:
     """More rows than go through shared memory, between fewer."""
-    most = 5000 if made.groups == 2 else 513
+    most = 5000 if made.groups <= 4 else 513
     for seed, rows in enumerate((4, most, 4)):
         width = 8000 if rows == most else 256
         given = layer(seed, made.groups, rows, width, 8, BF16).on(device)

@@ -401,11 +401,11 @@ def exchanges(driver: CompilingDriver, *sizes: int) -> None:
 
 
 def exchanges_of_prompts(driver: CompilingDriver) -> None:
-    """Of more rows than have a program each, between two groups, and between four, which may take them when they were
-    measured; the last is the widest row that they take in bfloat16.
+    """Of more rows than have a program each, between two groups and between four; the last is the widest row that they
+    take in bfloat16.
     """
     for groups in (2, 4):
-        buffers = _of_groups(groups, limits_of(2).rows)
+        buffers = _of_groups(groups, limits_of(groups).rows)
         rows = 2 * buffers.rows - 1
         for width in (2048, 4096, 8192 - 64):
             driver.where = f"{groups} groups, {width} wide"

@@ -86,10 +86,13 @@ def test_without_gpus_the_ordinary_exchange_is_chosen(group: dist.ProcessGroup) 
         (2, 16_132, 2048, 8, torch.float16, False),  # more bytes than there may be
         (2, 100_000, 64, 8, torch.bfloat16, True),
         (2, 0, 2048, 8, torch.bfloat16, False),
-        (4, 170, 2048, 8, torch.bfloat16, True),
-        (4, 171, 2048, 8, torch.bfloat16, False),
-        (3, 5000, 64, 8, torch.bfloat16, True),  # in several launches
-        (3, 6000, 64, 8, torch.bfloat16, False),
+        (4, 16_131, 2048, 8, torch.float16, True),  # as many bytes to each of the others
+        (4, 16_132, 2048, 8, torch.float16, False),
+        (3, 100_000, 64, 8, torch.bfloat16, True),  # in several launches
+        (5, 128, 2048, 8, torch.bfloat16, True),
+        (5, 129, 2048, 8, torch.bfloat16, False),  # nobody has timed more between more than four
+        (5, 2_700, 64, 8, torch.bfloat16, True),
+        (5, 2_800, 64, 8, torch.bfloat16, False),
         (8, 64, 2048, 8, torch.bfloat16, True),
         (2, 1, ROW_BYTES // 2, 0, torch.bfloat16, True),
         (2, 1, ROW_BYTES // 2, 1, torch.bfloat16, False),
