@@ -240,12 +240,13 @@ class Executor:
         """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling.
 
         For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own, which
-        experts compute all the same.
+        recurrent layers and experts compute all the same.
         """
         found = {}
-        with self.staging.real_padding(self._model.config.vocab_size, block=1):
+        with self.staging.real_padding(self._model.config.vocab_size, block=1) as prompts:
             for tokens in self.prefill.graphs.buckets:
                 if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
+                    prompts(self.prefill.graphs.rows_of(tokens).query)
                     rehearse = partial(self.prefill.graphs.rehearse, tokens)
                     found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
         return found

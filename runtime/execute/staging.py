@@ -15,7 +15,7 @@ The copies have a stream of their own: behind a result's copy they would wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,19 +154,31 @@ class Staging:
         return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, :tokens])
 
     @contextmanager
-    def real_padding(self, vocab_size: int, block: int) -> Iterator[None]:
-        """Inside, padding is computed as tokens are: each another id, its KV in ``block``, which nobody has yet.
+    def real_padding(self, vocab_size: int, block: int) -> Iterator[Callable[[Sequence[int]], None]]:
+        """Inside, padding is computed as tokens are: each another id, its KV in ``block``, which nobody has yet. What
+        is yielded makes it prompts of so many tokens each, one behind the other, from their first token on.
 
-        For start-up, which measures steps of padding: experts compute no padding, and equal tokens choose equal ones.
+        For start-up, which measures steps of padding: experts compute no padding, equal tokens choose equal ones, and
+        of a token in no row recurrent layers may return anything.
         """
-        ids_T, blocks_P = self._chunk_tokens_3T[0], self._tables.block_table_SP[PADDING_SLOT]
+        ids_T, positions_T, _ = self._chunk_tokens_3T
+        logit_rows_R, blocks_P = self._chunk_rows_4R[2], self._tables.block_table_SP[PADDING_SLOT]
         compute = self._device.compute
+
+        def prompts(lengths: Sequence[int]) -> None:
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            lasts = torch.tensor(lengths).cumsum(0) - 1
+            compute.submit(lambda: positions_T[: len(positions)].copy_(positions))
+            compute.submit(logit_rows_R.zero_)
+            compute.submit(lambda: logit_rows_R[: len(lasts)].copy_(lasts))
+
         compute.submit(lambda: ids_T.copy_(torch.arange(len(ids_T), device=ids_T.device) * _ID_STRIDE % vocab_size))
         compute.submit(lambda: blocks_P.fill_(block))
         try:
-            yield
+            yield prompts
         finally:
-            compute.submit(ids_T.zero_)
+            for made in (ids_T, positions_T, logit_rows_R):
+                compute.submit(made.zero_)
             compute.submit(lambda: blocks_P.fill_(TRASH_BLOCK))
 
     @property

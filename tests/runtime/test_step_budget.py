@@ -19,10 +19,12 @@ from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.step_budget import attention_wave, costly_prefix, mixed_steps
+from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 
+LONGEST = 48
 COSTS = {16: 4.0, 64: 4.4, 256: 7.7, 1024: 25.0}
 CONFIG = EngineConfig(model="m", device="cpu", decode_buckets=(1, 2, 8), block_size=16, max_num_seqs=8)
 
@@ -146,3 +148,28 @@ def test_steps_are_timed_with_tokens_that_experts_compute() -> None:
         assert not executor.staging.padded_chunks(32).token_ids_T.any()
         assert not executor.tables.block_table_SP[PADDING_SLOT].any()
         assert outcome(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("kind", sorted(HYBRIDS))
+def test_steps_are_timed_with_tokens_that_recurrent_layers_compute(kind: str) -> None:
+    """Of a token in no row such a layer may return anything, and not-a-number chooses the same experts for all."""
+    took_in: list[tuple[int, list[int]]] = []
+
+    class Noting(ReferenceKernels):
+        def causal_conv(self, x_TC: Tensor, *given: Any) -> Tensor:
+            rows, positions_T = given[-2:]
+            if rows.ends_B is not None:
+                took_in.append((int(rows.ends_B[-1]), positions_T.tolist()))
+            return super().causal_conv(x_TC, *given)
+
+    buckets = 16, LONGEST + 16
+    with rig(shape=HYBRIDS[kind], prefill_buckets=buckets, max_model_len=LONGEST, kernels=Noting()) as engine:
+        executor = engine.executor
+        took_in.clear()
+        assert set(executor.step_costs()) == set(buckets)
+        executor.device.compute.synchronize()
+        wanted = [(tokens, [at % LONGEST for at in range(tokens)]) for tokens in buckets]
+        assert took_in
+        assert all(one in wanted for one in took_in)
+        chunks = executor.staging.padded_chunks(LONGEST + 16)
+        assert not any(bool(tensor.any()) for tensor in (chunks.token_ids_T, chunks.positions_T, chunks.logit_rows_R))

@@ -231,7 +231,7 @@ class PrefillGraphs:
     def rehearse(self, bucket: int) -> None:
         """Run the forward pass of a captured number of tokens over padding; nothing is reported."""
         assert self._attention is not None  # or there would be no bucket
-        self._plan(self._attention, self._rows_of(bucket))
+        self._plan(self._attention, self.rows_of(bucket))
         self._graphs[bucket].replay()
 
     def rehearsals(self) -> list[Callable[[], None]]:
@@ -302,7 +302,7 @@ class PrefillGraphs:
     def _rehearse_pass(self, bucket: int, split_keys: bool) -> None:
         """Nothing is staged yet: every token is the padding slot's."""
         assert self._attention is not None  # or there would be no bucket
-        self._attention.plan(*self._rows_of(bucket))
+        self._attention.plan(*self.rows_of(bucket))
         with self._model.few_layers():
             self._pass(bucket, split_keys)
 
@@ -321,7 +321,7 @@ class PrefillGraphs:
         if self._features_XF is not None and features_XF is not None:
             self._features_XF[: len(features_XF)].copy_(features_XF)
 
-    def _rows_of(self, tokens: int) -> Lengths:
+    def rows_of(self, tokens: int) -> Lengths:
         """Rows that so many tokens fill; those past the last row of the page table are left out."""
         longest = self._config.limits.max_model_len
         whole, rest = divmod(tokens, longest)
