@@ -4,8 +4,8 @@ Knows: how requests of a scheduler of its own are served serially until every ro
 nothing of them stays. Does not know: what is timed (chain_depth.py, window_costs.py).
 
 A graph replayed over padding is no measure of a step with experts: they compute nothing for padding and for rows that
-have ended, and the same few for rows that are alike. So each request has a prompt of its own, and all of them run on
-until the times are taken.
+have ended, and the same few for rows that are alike. So each request has a prompt of its own, unlike those of other
+data-parallel groups, too, and all of them run on until the times are taken.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def running_rows(
     limits = replace(schedule.limits, depth=0)
     scheduler = Scheduler(replace(schedule, limits=limits, prefix_caching=False, mixed=None, speculation=None))
     for request_id in range(rows):
-        prompt = (request_id % executor.vocab_size,)
+        prompt = ((executor.group * rows + request_id) % executor.vocab_size,)
         scheduler.submit(Admit(Request(request_id, prompt, sampling, ())))
     found = RunningRows()
     while len(found.turns) < turns and scheduler.unfinished:

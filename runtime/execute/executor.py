@@ -211,6 +211,12 @@ class Executor:
         return self._model.config.vocab_size
 
     @property
+    def group(self) -> int:
+        """Which of the data-parallel groups that share experts this is; 0 where there is one."""
+        exchange = self._model.expert_split.exchange
+        return 0 if exchange is None else exchange.index
+
+    @property
     def mixes(self) -> bool:
         """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
         longer for their launches than all rows for a decode step."""
@@ -243,7 +249,7 @@ class Executor:
         recurrent layers and experts compute all the same.
         """
         found = {}
-        with self.staging.real_padding(self._model.config.vocab_size, block=1) as prompts:
+        with self.staging.real_padding(self._model.config.vocab_size, block=1, group=self.group) as prompts:
             for tokens in self.prefill.graphs.buckets:
                 if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
                     prompts(self.prefill.graphs.rows_of(tokens).query)

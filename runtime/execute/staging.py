@@ -154,9 +154,10 @@ class Staging:
         return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, :tokens])
 
     @contextmanager
-    def real_padding(self, vocab_size: int, block: int) -> Iterator[Callable[[Sequence[int]], None]]:
-        """Inside, padding is computed as tokens are: each another id, its KV in ``block``, which nobody has yet. What
-        is yielded makes it prompts of so many tokens each, one behind the other, from their first token on.
+    def real_padding(self, vocab_size: int, block: int, group: int = 0) -> Iterator[Callable[[Sequence[int]], None]]:
+        """Inside, padding is computed as tokens are: each another id, in every ``group`` that measures with this one,
+        its KV in ``block``, which nobody has yet. What is yielded makes it prompts of so many tokens each, one behind
+        the other, from their first token on.
 
         For start-up, which measures steps of padding: experts compute no padding, equal tokens choose equal ones, and
         of a token in no row recurrent layers may return anything.
@@ -172,7 +173,8 @@ class Staging:
             compute.submit(logit_rows_R.zero_)
             compute.submit(lambda: logit_rows_R[: len(lasts)].copy_(lasts))
 
-        compute.submit(lambda: ids_T.copy_(torch.arange(len(ids_T), device=ids_T.device) * _ID_STRIDE % vocab_size))
+        first, end = group * len(ids_T), (group + 1) * len(ids_T)
+        compute.submit(lambda: ids_T.copy_(torch.arange(first, end, device=ids_T.device) * _ID_STRIDE % vocab_size))
         compute.submit(lambda: blocks_P.fill_(block))
         try:
             yield prompts

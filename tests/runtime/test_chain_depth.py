@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
+from unittest import mock
 
 import pytest
 
@@ -170,20 +171,32 @@ def test_rows_still_run_when_replays_are_timed_and_differ(monkeypatch: pytest.Mo
 
 
 def test_groups_are_timed_together() -> None:
-    """Each runs the same turns, so their exchanges match; then they go on with requests of their own."""
+    """Each runs the same turns, so their exchanges match, with other tokens, so that their experts do not; then they go
+    on with requests of their own."""
     device, host = Meeting(2), Meeting(2)
     config = EngineConfig(model="m", device="cpu", max_num_seqs=8, data_parallel=2)
 
-    def group(index: int) -> tuple[list[int], list[int]]:
+    def group(index: int) -> tuple[list[int], list[int], set[int]]:
         exchange = MetExchange(device, index)
         split = ExpertSplit(whole=True, exchange=exchange)
         with rig(shape=EXPERTS, experts=split, groups=MetAgreement(host, index)) as engine:
-            return [each.rows for each in turn_times(config, engine.executor, engine.scheduler.config)], exchange.rows
+            executor = engine.executor
+            prompts: set[int] = set()
+            launch = executor.launch
+
+            def noting(spec: LaunchSpec) -> None:
+                prompts.update(token for chunk in spec.plan.chunks for token in chunk.token_ids)
+                launch(spec)
+
+            with mock.patch.object(executor, "launch", noting):
+                rows = [each.rows for each in turn_times(config, executor, engine.scheduler.config)]
+            return rows, exchange.rows, prompts
 
     with ThreadPoolExecutor(2) as threads:
-        (rows, exchanges), (others, their_exchanges) = threads.map(group, range(2))
+        (rows, exchanges, prompts), (others, their_exchanges, their_prompts) = threads.map(group, range(2))
     assert rows == others == [1, 8]
     assert exchanges == their_exchanges
+    assert (prompts, their_prompts) == (set(range(8)), {1, *range(8, 16)}), "of one row, and of eight"
 
 
 @pytest.mark.parametrize(

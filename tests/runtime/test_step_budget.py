@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
+from parallel.layers.experts import ExpertSplit
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.schedule.budget import budget_table, calm_table
@@ -20,6 +22,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.step_budget import attention_wave, costly_prefix, mixed_steps
 from tests.runtime.engine.conftest import HYBRIDS
+from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
@@ -148,6 +151,28 @@ def test_steps_are_timed_with_tokens_that_experts_compute() -> None:
         assert not executor.staging.padded_chunks(32).token_ids_T.any()
         assert not executor.tables.block_table_SP[PADDING_SLOT].any()
         assert outcome(run(engine, requests)) == expected
+
+
+def test_groups_time_steps_with_other_tokens() -> None:
+    """Equal ones would choose equal experts: a step of two groups would read as few as one of one."""
+    device, host = Meeting(2), Meeting(2)
+
+    def group(index: int) -> set[int]:
+        split = ExpertSplit(whole=True, exchange=MetExchange(device, index))
+        agreed = MetAgreement(host, index)
+        sparse = EXPERTS | {"decoder_sparse_step": 1}
+        embedded: set[int] = set()
+        with rig(shape=sparse, prefill_buckets=(16,), experts=split, groups=agreed) as engine:
+            embedding = engine.executor.decode._parts.model.embedding
+            embedding.register_forward_pre_hook(lambda _, given: embedded.update(given[0].tolist()))
+            engine.executor.step_costs()
+            engine.executor.device.compute.synchronize()
+            return embedded
+
+    with ThreadPoolExecutor(2) as threads:
+        mine, theirs = threads.map(group, range(2))
+    assert len(mine) == len(theirs) == 16
+    assert not mine & theirs
 
 
 @pytest.mark.parametrize("kind", sorted(HYBRIDS))
