@@ -56,6 +56,16 @@ def limits_from(times: Sequence[Times]) -> SizeLimits:
     return SizeLimits(one_shot, two_shot)
 
 
+def widened(found: SizeLimits, times: Sequence[Times], before: SizeLimits) -> SizeLimits:
+    """``found``, but where our kernels won at every size of ``times`` no smaller than ``before``: a narrow model has no
+    larger sums, and another one, with the same limits, may.
+    """
+    if not times or times[-1].size > max(found.one_shot, found.two_shot):
+        return found
+    one_shot = found.one_shot if found.two_shot else max(found.one_shot, before.one_shot)
+    return SizeLimits(one_shot, max(found.two_shot, before.two_shot))
+
+
 def measure(
     group: dist.ProcessGroup, device: torch.device, width: int, dtype: torch.dtype
 ) -> tuple[list[Times], str | None]:

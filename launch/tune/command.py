@@ -322,8 +322,11 @@ def _choose_limits(rendezvous: Rendezvous, share: RankShare, found: ChoiceTable,
     if reason is not None:
         say(f"all-reduces are not measured: {reason}")
         return replace(share, limits=None)
-    say(all_reduce.table(times, share.ranks, found.all_reduce.get(share.ranks, share.limits)))
+    before = found.all_reduce.get(share.ranks, share.limits)
+    say(all_reduce.table(times, share.ranks, before))
     limits = all_reduce.limits_from(times)
+    if before is not None:
+        limits = all_reduce.widened(limits, times, before)
     found.all_reduce[share.ranks] = limits
     save(files.table, found)
     return replace(share, limits=limits)

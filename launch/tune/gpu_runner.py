@@ -9,7 +9,7 @@ all layers with that of the current choices: one that computes something else is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -103,13 +103,20 @@ class ModelLayers:
         self.count = share.config.layers
         self._rows = 0
         self._step: Callable[[], Tensor] | None = None
+        self._banks: list[Tensor] = []
 
     def step(self, rows: int) -> Callable[[], Tensor]:
-        """The layers' forward pass over ``rows`` rows of TOKENS tokens, [rows, N]; always the same input."""
+        """The layers' forward pass over ``rows`` rows of TOKENS tokens, [rows, N]; always the same input, and the same
+        result behind ``forget``."""
         if self._step is None or self._rows != rows:
             self._step = None  # its caches first
             self._rows, self._step = rows, self._steps(rows)
         return self._step
+
+    def forget(self) -> None:
+        """Zero what recurrent layers keep of earlier steps: each step goes on where the one before it ended."""
+        for bank in self._banks:
+            bank.zero_()
 
     def _steps(self, rows: int) -> Callable[[], Tensor]:
         model = self.model
@@ -120,6 +127,7 @@ class ModelLayers:
         one = max(1, layout.bytes_per_token * PAGE * pages // max(1, len(layout.paged)))
         distinct = max(2, -(-_COLD_KV // one))  # as many layers have KV of their own as it takes to be cold
         caches = caches_of(layout, pages, self.device, slots=rows + 1, distinct=distinct)
+        self._banks = [bank for view in caches if isinstance(view, Mapping) for bank in view.values()]
 
         def run() -> Tensor:
             with torch.no_grad():
@@ -158,6 +166,7 @@ class InLayers:
 
     def _run_once(self, choice: AnyChoice) -> Tensor:
         self._put(self._task, choice)
+        self._layers.forget()
         result = self._run()
         torch.cuda.synchronize(self._layers.device)
         return result

@@ -243,18 +243,22 @@ class Executor:
         return took / (words.numel() * 8) * self.pool.layout.bytes_per_token
 
     def step_costs(self) -> dict[int, float]:
-        """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling.
+        """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling, and
+        the largest.
 
         For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own, which
         recurrent layers and experts compute all the same.
         """
-        found = {}
+        found: dict[int, float] = {}
+        buckets = self.prefill.graphs.buckets
         with self.staging.real_padding(self._model.config.vocab_size, block=1, group=self.group) as prompts:
-            for tokens in self.prefill.graphs.buckets:
-                if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0:
-                    prompts(self.prefill.graphs.rows_of(tokens).query)
-                    rehearse = partial(self.prefill.graphs.rehearse, tokens)
-                    found[tokens] = min(self._milliseconds_of(rehearse) for _ in range(_COST_RUNS))
+            for tokens in buckets:
+                if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0 or tokens == buckets[-1]:
+                    took = []
+                    for _ in range(_COST_RUNS):
+                        prompts(self.prefill.graphs.rows_of(tokens).query)
+                        took.append(self._milliseconds_of(partial(self.prefill.graphs.rehearse, tokens)))
+                    found[tokens] = min(took)
         return found
 
     @contextmanager
@@ -384,7 +388,8 @@ class Executor:
         num_blocks = config.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
-            num_blocks = min(all_rows, CPU_KV_BYTES // max(1, shape.block_bytes))
+            left = max(0, CPU_KV_BYTES - shape.state_bytes)
+            num_blocks = min(all_rows, left // max(1, shape.block_bytes))
         sizing = size_cache(
             self.device.memory_info(),
             max(peaks),
@@ -420,15 +425,21 @@ class Executor:
         self.device.compute.submit(self._ring.start_over)  # appends were taken back that no kernel had made
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:
-        """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank."""
+        """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank.
+
+        0 where the model keeps no state of slots, whatever a drafter keeps: what that needs behind a shared prefix it
+        is shown with the rest of the prompt.
+        """
         config, limits = self._config, self._config.limits
-        if not shape.layout.has_slot_state or config.snapshots is not None:
-            return config.snapshots or 0 if shape.layout.has_slot_state else 0
-        if self.device.torch_device.type == "cpu":
-            return config.agree_min(snapshots_that_fit(CPU_KV_BYTES, shape, limits.rows, blocks=0))
-        memory = self.device.memory_info()
-        used = memory.total - memory.free
-        left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
+        if not self._model.cache_layout.has_slot_state:
+            return 0
+        if config.snapshots is not None:
+            return config.snapshots
+        left = CPU_KV_BYTES - shape.state_bytes
+        if self.device.torch_device.type != "cpu":
+            memory = self.device.memory_info()
+            used = memory.total - memory.free
+            left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
         blocks = config.num_blocks or -(-(limits.max_model_len + limits.tokens_ahead) // limits.block_size)
         return config.agree_min(snapshots_that_fit(left, shape, limits.rows, blocks))
 

@@ -157,31 +157,40 @@ class Staging:
     def real_padding(self, vocab_size: int, block: int, group: int = 0) -> Iterator[Callable[[Sequence[int]], None]]:
         """Inside, padding is computed as tokens are: each another id, in every ``group`` that measures with this one,
         its KV in ``block``, which nobody has yet. What is yielded makes it prompts of so many tokens each, one behind
-        the other, from their first token on.
+        the other, from their first token on, in the slots from 1 on.
 
-        For start-up, which measures steps of padding: experts compute no padding, equal tokens choose equal ones, and
-        of a token in no row recurrent layers may return anything.
+        For start-up, where nobody is seated, and which measures steps of padding: experts compute no padding, equal
+        tokens choose equal ones, and recurrent layers may return anything of a token in no row or in the null slot's.
         """
-        ids_T, positions_T, _ = self._chunk_tokens_3T
-        logit_rows_R, blocks_P = self._chunk_rows_4R[2], self._tables.block_table_SP[PADDING_SLOT]
-        compute = self._device.compute
+        ids_T, positions_T, slots_T = self._chunk_tokens_3T
+        slots_R, _, logit_rows_R, _ = self._chunk_rows_4R
+        blocks_SP, compute = self._tables.block_table_SP, self._device.compute
+        staged = positions_T, slots_T, slots_R, logit_rows_R
 
         def prompts(lengths: Sequence[int]) -> None:
+            lengths = lengths[: len(blocks_SP) - 1]
+            slots, each = torch.arange(1, 1 + len(lengths)), torch.tensor(lengths)
             positions = torch.cat([torch.arange(length) for length in lengths])
-            lasts = torch.tensor(lengths).cumsum(0) - 1
-            compute.submit(lambda: positions_T[: len(positions)].copy_(positions))
-            compute.submit(logit_rows_R.zero_)
-            compute.submit(lambda: logit_rows_R[: len(lasts)].copy_(lasts))
+            made = positions, slots.repeat_interleave(each), slots, each.cumsum(0) - 1
+
+            def work() -> None:
+                for tensor, numbers in zip(staged, made, strict=True):
+                    tensor.zero_()
+                    tensor[: len(numbers)].copy_(numbers)
+                blocks_SP[: 1 + len(slots)].fill_(block)
+                if self.on_seated is not None:
+                    self.on_seated(slots.to(blocks_SP.device))
+
+            compute.submit(work)
 
         first, end = group * len(ids_T), (group + 1) * len(ids_T)
         compute.submit(lambda: ids_T.copy_(torch.arange(first, end, device=ids_T.device) * _ID_STRIDE % vocab_size))
-        compute.submit(lambda: blocks_P.fill_(block))
         try:
             yield prompts
         finally:
-            for made in (ids_T, positions_T, logit_rows_R):
-                compute.submit(made.zero_)
-            compute.submit(lambda: blocks_P.fill_(TRASH_BLOCK))
+            for tensor in (ids_T, *staged):
+                compute.submit(tensor.zero_)
+            compute.submit(lambda: blocks_SP.fill_(TRASH_BLOCK))
 
     @property
     def max_rows(self) -> int:

@@ -116,7 +116,7 @@ def budget_table(
 ) -> tuple[tuple[int, int, int], ...]:
     """MixedSteps.budgets from measured times: the most tokens whose step is not longer than the target.
 
-    ``step_ms``: (total tokens, ms) of steps that read next to no KV, two of them at least, tokens ascending; between
+    ``step_ms``: (total tokens, ms) of steps that read next to no KV, one of them at least, tokens ascending; between
     them times are interpolated, beyond them there are no tokens. ``kv_ms``: of reading one token's KV. ``rows`` and
     ``kv_tokens``, ascending: the cells of the table, each for steps up to these. ``target_ms``: how long a step may
     take, so how long a decode row waits for its next token; None: ``LONGEST`` and ``SLOWDOWN``.
@@ -167,18 +167,17 @@ def _rising(step_ms: Times) -> list[tuple[int, float]]:
 
 
 def _ms_of(times: Times, tokens: int) -> float:
-    """Of so many tokens; the first time for fewer than were measured, the last slope beyond."""
-    if tokens <= times[0][0]:
+    """Of so many tokens; the first time for fewer than were measured, the last slope beyond, where there is one."""
+    if tokens <= times[0][0] or len(times) == 1:
         return times[0][1]
-    for (low, low_ms), (high, high_ms) in pairwise(times):
-        if tokens <= high or (high, high_ms) == times[-1]:
-            return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
-    raise ValueError(f"step_ms has {len(times)} times, at least two are needed")
+    pairs = list(pairwise(times))
+    (low, low_ms), (high, high_ms) = next((pair for pair in pairs if tokens <= pair[1][0]), pairs[-1])
+    return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
 
 
 def _tokens_within(times: Times, ms: float) -> int:
     """The most tokens that take ``ms`` at most, as many as were measured at most; 0 where none do."""
-    most = 0
+    most = times[0][0] if times[0][1] <= ms else 0
     for (low, low_ms), (high, high_ms) in pairwise(times):
         if high_ms <= ms:
             most = high

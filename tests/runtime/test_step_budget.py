@@ -178,23 +178,31 @@ def test_groups_time_steps_with_other_tokens() -> None:
 @pytest.mark.parametrize("kind", sorted(HYBRIDS))
 def test_steps_are_timed_with_tokens_that_recurrent_layers_compute(kind: str) -> None:
     """Of a token in no row such a layer may return anything, and not-a-number chooses the same experts for all."""
-    took_in: list[tuple[int, list[int]]] = []
+    took_in: list[tuple[list[int], list[int], list[int]]] = []
 
     class Noting(ReferenceKernels):
         def causal_conv(self, x_TC: Tensor, *given: Any) -> Tensor:
             rows, positions_T = given[-2:]
             if rows.ends_B is not None:
-                took_in.append((int(rows.ends_B[-1]), positions_T.tolist()))
+                took_in.append((rows.ends_B.tolist(), rows.slots_B.tolist(), positions_T.tolist()))
+                window_SJC = given[-3]
+                assert not window_SJC[rows.slots_B[rows.slots_B > 0]].any(), "who is seated anew has no state"
             return super().causal_conv(x_TC, *given)
 
-    buckets = 16, LONGEST + 16
+    buckets = 16, LONGEST + 12
     with rig(shape=HYBRIDS[kind], prefill_buckets=buckets, max_model_len=LONGEST, kernels=Noting()) as engine:
         executor = engine.executor
         took_in.clear()
-        assert set(executor.step_costs()) == set(buckets)
+        assert set(executor.step_costs()) == set(buckets), "the largest, too"
         executor.device.compute.synchronize()
-        wanted = [(tokens, [at % LONGEST for at in range(tokens)]) for tokens in buckets]
+        rows = len(executor.staging.padded_chunks(LONGEST + 12).slots_R)
+        one, two = [16] * rows, [LONGEST] + [LONGEST + 12] * (rows - 1)
         assert took_in
-        assert all(one in wanted for one in took_in)
-        chunks = executor.staging.padded_chunks(LONGEST + 16)
-        assert not any(bool(tensor.any()) for tensor in (chunks.token_ids_T, chunks.positions_T, chunks.logit_rows_R))
+        for ends, slots, positions in took_in:
+            assert positions == [at % LONGEST for at in range(ends[-1])]
+            assert ends == (one if ends[-1] == 16 else two)
+            assert slots == ([1] if ends[-1] == 16 else [1, 2]) + [PADDING_SLOT] * (rows - 1 - (ends[-1] > 16))
+        chunks = executor.staging.padded_chunks(LONGEST + 12)
+        for left in (chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.logit_rows_R):
+            assert not left.any()
+        assert not executor.tables.block_table_SP.any()

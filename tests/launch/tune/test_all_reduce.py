@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.tune.all_reduce import Times, limits_from, table
+from launch.tune.all_reduce import Times, limits_from, table, widened
 from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
 
 KIB = 1 << 10
@@ -48,6 +48,24 @@ def test_limits_end_where_another_way_is_faster(
     measured: tuple[tuple[float, float, float], ...], expected: SizeLimits
 ) -> None:
     assert limits_from(times(measured)) == expected
+
+
+@pytest.mark.parametrize(
+    ("measured", "found", "expected"),
+    [
+        ((), (0, 0), (0, 0)),  # nothing is known
+        (((3.0, 4.0, 5.0),), (8, 0), (32, 64)),  # one-shot to the end: what is larger is as before
+        (((3.0, 4.0, 5.0), (5.0, 4.0, 9.0)), (8, 16), (8, 64)),  # two-shot to the end, one-shot not
+        (((3.0, 4.0, 5.0), (5.0, 6.0, 4.0)), (8, 0), (8, 0)),  # NCCL has won
+    ],
+)
+def test_a_narrow_model_lowers_no_limit_that_it_does_not_reach(
+    measured: tuple[tuple[float, float, float], ...], found: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    limits = limits_from(times(measured))
+    assert limits == SizeLimits(*(KIB * number for number in found))
+    before = SizeLimits(32 * KIB, 64 * KIB)
+    assert widened(limits, times(measured), before) == SizeLimits(*(KIB * number for number in expected))
 
 
 def test_a_reader_sees_every_size_and_what_follows() -> None:

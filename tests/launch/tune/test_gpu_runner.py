@@ -84,8 +84,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     return runner.GpuRunner(share(), CpuKernels())
 
 
-def share() -> RankShare:
-    return RankShare.of(ModelConfig.from_folder(DEMO), 2, torch.float32)
+def share(folder: Path = DEMO, ranks: int = 2) -> RankShare:
+    return RankShare.of(ModelConfig.from_folder(folder), ranks, torch.float32)
 
 
 @functools.cache
@@ -118,6 +118,20 @@ def test_a_wrong_result_is_no_candidate(made: Any) -> None:
             bench.brief_us(WRONG, 4)
         assert bench.brief_us(FINE, 4) > 0
         made.keep(one, FINE)
+
+
+def test_candidates_inside_recurrent_layers_begin_with_no_state(made: Any) -> None:
+    """Each run goes on from the state that the one before it left: the same choice would be taken for a wrong one."""
+    hybrid = share(DEMO / "hybrid", 1)
+    (asked,) = asked_products(hybrid, (8,), 256)
+    bench = runner.GpuRunner(hybrid, CpuKernels()).bench(Task(8, asked.layers[0], True, True, EFFORT, 1.0))
+    assert bench._layers._banks
+    for choice in (Blas(), FINE, Blas()):
+        bench.brief_us(choice, 4)
+        bench.lasting_us(choice, 0.5)
+        assert torch.equal(bench._run_once(choice), bench._expected)
+    with pytest.raises(runner.WrongResult):
+        bench.brief_us(WRONG, 4)
 
 
 def test_a_product_alone(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

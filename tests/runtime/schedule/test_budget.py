@@ -199,9 +199,17 @@ def test_rows_beyond_the_measured_tokens_get_the_least_chunk() -> None:
     assert calm_table([(8, 4.0), (64, 6.0)], (100,)) == ((100, LEAST_CHUNK),)
 
 
-def test_two_times_are_needed() -> None:
-    with pytest.raises(ValueError, match="at least two"):
-        budget_table([(8, 4.0)], KV_MS, ROWS, KV)
+def test_one_time_is_all_that_is_known_of_any_step() -> None:
+    """One bucket is captured: --max-num-batched-tokens 16, or 32 beside as many rows."""
+    assert budget_table([(64, 4.0)], 0.0, (1, 32), (1000,), 5.0) == ((1, 1000, 64), (32, 1000, 64))
+    assert budget_table([(64, 4.0)], 0.0, (1,), (1000,), 3.0) == ((1, 1000, 1 + LEAST_CHUNK),)
+    assert calm_table([(64, 4.0)], (1, 32)) == ((1, 63), (32, 32))
+
+
+def test_the_largest_time_bounds_a_step() -> None:
+    for times in (DENSE, [*DENSE, (12_000, 200.0)]):
+        ((_, _, total),) = budget_table(times, 0.0, (1,), (1000,), 1e9)
+        assert total == times[-1][0]
 
 
 def test_tables_made_are_tables_that_work() -> None:

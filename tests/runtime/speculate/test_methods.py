@@ -24,6 +24,7 @@ from tests.runtime.speculate.recorded import DFLASH, MTP, SHAPE, SIZES
 
 SHAPES = Path("models/shapes")
 EIGHT_B = SHAPES / "qwen3-8b"
+DEMO = Path("models/demo")
 
 
 def asking(method: str, model: Path, tokens: int = 3, **keys: Any) -> dict[str, Any]:
@@ -299,3 +300,21 @@ def test_scripted_acceptance_over_a_drafter_without_weights(method: str, tree: i
     assert all(len(one.token_ids) == 31 for one in finished.values())
     assert counters["spec_num_drafts"] == 3 * 10
     assert counters["spec_num_accepted_tokens"] == 3 * 20
+
+
+def test_a_drafters_state_takes_no_snapshots_of_a_model_that_keeps_none() -> None:
+    """A layer of MTP keeps a state by slot. The target's prefixes are found block by block all the same."""
+    shared, found = [5 + i % 900 for i in range(64)], []
+    for asked in (None, asking("mtp", DEMO / "mtp")):
+        config = EngineConfig(
+            model=str(DEMO), device="cpu", max_num_seqs=2, max_model_len=128, num_blocks=32, speculative_config=asked
+        )
+        control = SingleRankControl()
+        with build_engine(config, control=control, collectives=SingleRank(), agree_min=int, device="cpu") as engine:
+            assert engine.executor.snapshots == 0
+            for number in range(3):
+                run(engine, [request(number, [*shared, 1000 + number], max_tokens=4)])
+            counters = engine.scheduler.counters
+            found.append((counters.prefix_hit_tokens, counters.snapshot_saves))
+            engine.stop()
+    assert found == [(2 * 64, 0)] * 2
