@@ -182,11 +182,12 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
     if groups.tensor is not None:
         limits = measured_limits(config, device, everybody) if _shares_memory(config, device) else None
         collectives = _collectives(groups.tensor, config, device, limits)
-    # One log of both: the ranks of a tensor-parallel group make all their calls in one order. Where each rank is alone
-    # in such a group, it can be compared with those it exchanges with.
+    # One log of both: the ranks of a tensor-parallel group make all their calls in one order. Exchanges alone cannot be
+    # compared between groups: what a graph calls is not logged when it is replayed, and one group may launch a step
+    # kernel by kernel that another one replays.
     log_of = collectives.calls if isinstance(collectives, GroupCollectives) else None
     exchange = None if groups.data is None else _exchange(groups.data, config, device, log_of)
-    calls = log_of or (exchange or everybody).calls
+    calls = log_of or everybody.calls
     if watchdog is not None:
         watchdog.evidence.calls = calls.snapshot
     return _Fabric(collectives, exchange, everybody)

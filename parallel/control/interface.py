@@ -127,7 +127,8 @@ class ControlPlane(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Something submitted is not in effect yet (leader only): go on taking turns, idle or not."""
+        """Something submitted is not in effect yet, or a message has come that no turn has taken (leader only): go on
+        taking turns, idle or not."""
         ...
 
     @property
@@ -246,7 +247,7 @@ class SingleRankControl(Closing):
 
     @property
     def pending(self) -> bool:
-        return self._stop or any(payload or stop for payload, stop in self._coming)
+        return self._stop or bool(self._messages) or any(payload or stop for payload, stop in self._coming)
 
     def explain_with(self, recent: Recent) -> None:
         pass  # no other rank to diverge from
@@ -284,7 +285,7 @@ class SingleRankControl(Closing):
         return messages
 
     def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
-        if self.pending or self._messages:
+        if self.pending:
             return True
         until = None if timeout is None else time.monotonic() + timeout
         while True:

@@ -55,7 +55,7 @@ class LeaderPlane(Closing):
 
     @property
     def pending(self) -> bool:
-        return self.machine.pending
+        return self.machine.pending or self.machine.inbox.has_messages()
 
     def explain_with(self, recent: Recent) -> None:
         self.machine.explain_with(recent)
@@ -109,7 +109,7 @@ class LeaderPlane(Closing):
         return self.machine.inbox.take()
 
     def wait_for_events(self, ready: Callable[[float], bool], timeout: float | None = None) -> bool:
-        if self.machine.pending or self.stopped or self.machine.inbox.has_messages():
+        if self.pending or self.stopped:
             return True
         now = time.monotonic()
         until = None if timeout is None else now + timeout
