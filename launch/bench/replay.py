@@ -68,12 +68,15 @@ def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
 
     BenchError when the pool has too few blocks.
     """
-    num_blocks = engine.executor.pool.num_blocks
+    executor = engine.executor
+    num_blocks = executor.pool.num_blocks
     groups = engine.config.data_parallel
     rows, each = -(-batch // groups), -(-lengths.total // engine.config.block_size)
     if rows * each > num_blocks:
         raise BenchError(f"batch {batch} needs {rows * each} KV blocks, the pool has {num_blocks}")
     slots = tuple(range(1, rows + 1))
+    # Each row begins with another token, in each group: equal ones choose equal experts, and read as few of them.
+    first = executor.group * rows
     return StepPlan(
         step=-1,
         kind=StepKind.DECODE,
@@ -89,7 +92,7 @@ def replay_plan(engine: Engine, lengths: Lengths, batch: int) -> StepPlan:
                 prompt_length=lengths.prompt,
                 min_length=0,
                 max_length=lengths.total + 1,
-                token_ids=(1,) * (lengths.prompt + 1),
+                token_ids=((first + slot) % executor.vocab_size,) * (lengths.prompt + 1),
                 stop_token_ids=(),
                 sampling=greedy(lengths.output),
             )

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -36,6 +37,8 @@ from runtime.frontend.tokenizer import Tokenizer
 _SAVE_SECONDS = 1.0
 _LAST_SECONDS = 5.0  # for answers that are on their way when rank 0 is gone
 _BACKLOG = 2048
+_CONNECTIONS = 65535
+_FEW_CONNECTIONS = 4096
 
 log = logging.getLogger("lockstride.api")
 
@@ -56,11 +59,29 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     _end_with(os.getppid())
+    _allow_connections()
     try:
         import uvloop
     except ImportError:
         return asyncio.run(_serve(link, listener))
     return int(uvloop.run(_serve(link, listener)))
+
+
+def _allow_connections() -> None:
+    """As many open files as this process may have: each connection is one, and with none left even probes are reset."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < _FEW_CONNECTIONS:
+        log.warning(
+            "this process may have %d open files, and each connection is one: raise the hard limit (ulimit -Hn, now %d)"
+            " to %d or more",
+            soft,
+            hard,
+            _FEW_CONNECTIONS,
+        )
 
 
 async def _serve(link: socket.socket, listener: socket.socket) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -44,11 +45,13 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG_BODY = 16 << 10  # bytes from which a body is decoded and tokenised in a thread: streams go on meanwhile
+_LONG_AT_ONCE = 2  # of these: each takes memory many times its own
 _UNKNOWN = "unknown"  # the handler of a path that no route has: clients must not invent labels
 
 log = logging.getLogger("lockstride.api")
 
 _Answer = Response | EventStream
+_Read = TypeVar("_Read")
 
 
 class ServeApp:
@@ -73,6 +76,7 @@ class ServeApp:
         self._page = (files("launch.serve") / "page.html").read_bytes()
         self.in_flight = 0  # HTTP requests, probes aside
         self._in_turn = asyncio.Lock()
+        self._threads = asyncio.Semaphore(_LONG_AT_ONCE)
 
         def route(path: str, handler: Callable[[Request], Awaitable[_Answer]], *methods: str) -> Route:
             return Route(path, handler, methods=list(methods or ("GET",)))
@@ -189,7 +193,7 @@ class ServeApp:
         self._refuse_unless_serving()
         data = await self._body(request)
         if len(data) >= _LONG_BODY:
-            asked = await asyncio.to_thread(read, data)
+            asked = await self._in_thread(request, read, data)
         else:
             waits = self._in_turn.locked()
             async with self._in_turn:  # a thousand that come at once hold nobody else up: least of all probes
@@ -203,6 +207,14 @@ class ServeApp:
         answer_id = f"{prefix}-{request.scope['request_id']}"
         generation = Generation(asked, self.engine, self.settings, self.metrics, self._tokenizer, answer_id, arrived_at)
         return await generation.respond(request)
+
+    async def _in_thread(self, request: Request, read: Callable[[bytes], _Read], data: bytes) -> _Read:
+        """``read(data)`` beside the event loop, when it is its turn. Raises ClientDisconnect for who left meanwhile."""
+        waits = self._threads.locked()
+        async with self._threads:
+            if waits and await request.is_disconnected():
+                raise ClientDisconnect
+            return await asyncio.to_thread(read, data)
 
     def _requests(self) -> RequestBuilder:
         """Raises ApiError 503 while the engine loads."""
@@ -265,7 +277,7 @@ class ServeApp:
     async def _tokenize(self, request: Request) -> Response:
         data = await self._body(request)
 
-        def tokens() -> bytes:
+        def tokens(data: bytes) -> bytes:
             body = decode(data, TokenizeBody)
             ids = self._requests().tokens(body)
             strings = None
@@ -276,12 +288,12 @@ class ServeApp:
             row = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
             return msgspec.json.encode(row)
 
-        return _json_bytes(tokens() if len(data) < _LONG_BODY else await asyncio.to_thread(tokens))
+        return _json_bytes(tokens(data) if len(data) < _LONG_BODY else await self._in_thread(request, tokens, data))
 
     async def _detokenize(self, request: Request) -> Response:
         data = await self._body(request)
 
-        def prompt() -> bytes:
+        def prompt(data: bytes) -> bytes:
             body = decode(data, DetokenizeBody)
             self._requests().model_name(body.model)
             tokenizer, ready = self._tokenizer, self.engine.ready
@@ -293,7 +305,7 @@ class ServeApp:
                 raise bad_request(str(error), "tokens") from None
             return msgspec.json.encode({"prompt": tokenizer.decode_with_special_tokens(body.tokens)})
 
-        return _json_bytes(prompt() if len(data) < _LONG_BODY else await asyncio.to_thread(prompt))
+        return _json_bytes(prompt(data) if len(data) < _LONG_BODY else await self._in_thread(request, prompt, data))
 
     async def _tokenizer_info(self, request: Request) -> Response:
         path = Path(self.settings.model) / "tokenizer_config.json"

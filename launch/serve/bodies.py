@@ -11,6 +11,7 @@ have, is refused by name: ignoring it would give wrong results.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -19,9 +20,13 @@ import msgspec
 from launch.api.body_rules import REFUSED, Neutral, refuse
 from launch.api.schema import ChatFields, CompletionFields, Tool
 from launch.serve.errors import bad_request, undecodable
-from runtime.frontend.validation import RequestError, checked_text
+from runtime.frontend.validation import RequestError, checked_text, is_unicode
 
 _SHOWN = 40  # characters of a field's name
+_LONG = 64 << 10  # bytes of a body of which no field is named
+_HALF_OF_A_PAIR = re.compile(  # an escape (behind an even number of backslashes) that is not beside its other half
+    rb"(?i)(?<!\\)(?:\\\\)*(?:\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f])"
+)
 _Typed = TypeVar("_Typed")
 
 
@@ -63,7 +68,7 @@ def decode(data: bytes, kind: type[_Typed]) -> _Typed:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-        if not isinstance(error, msgspec.ValidationError):  # which comes before any other fault of the body
+        if not isinstance(error, msgspec.ValidationError | RecursionError):  # which come before any other fault of it
             _refuse_surrogates(data)
         raise undecodable(error) from None
 
@@ -71,6 +76,10 @@ def decode(data: bytes, kind: type[_Typed]) -> _Typed:
 def _refuse_surrogates(data: bytes) -> None:
     """Raises ApiError for a text that has half of a surrogate pair, of which msgspec says that the body is cut off."""
     if rb"\ud" not in data.lower():
+        return
+    if len(data) > _LONG:  # json.loads would stop every stream of this process while it reads
+        if _HALF_OF_A_PAIR.search(data) is not None:
+            raise bad_request("the body is no Unicode text: it has half of a surrogate pair")
         return
     try:
         found = _half_of_a_pair(json.loads(data))
@@ -88,12 +97,12 @@ def _refuse_surrogates(data: bytes) -> None:
 def _half_of_a_pair(value: object) -> tuple[str, str, str] | None:
     """(path, "" or that it is a name there, text) of the first text in ``value`` that is not valid Unicode."""
     if isinstance(value, str):
-        return None if _is_unicode(value) else ("", "", value)
+        return None if is_unicode(value) else ("", "", value)
     parts: Iterable[tuple[str, object]] = ()
     if isinstance(value, list):
         parts = ((f"[{at}]", part) for at, part in enumerate(value))
     elif isinstance(value, dict):
-        if (name := next((name for name in value if not _is_unicode(name)), None)) is not None:
+        if (name := next((name for name in value if not is_unicode(name)), None)) is not None:
             return "", "a name in ", name
         parts = ((f".{name[:_SHOWN]}", part) for name, part in value.items())
     for step, part in parts:
@@ -101,14 +110,6 @@ def _half_of_a_pair(value: object) -> tuple[str, str, str] | None:
             path, kind, text = found
             return step + path, kind, text
     return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def refuse_unsupported(body: object, *lacking: Neutral) -> None:

@@ -30,6 +30,7 @@ from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
 _CLIENT_CLOSED = 499  # nobody reads it
+_FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 class Generation:
@@ -135,10 +136,15 @@ class Generation:
             raise self._rejected((answer.end and answer.end.detail) or "")
 
     def _refuse(self, updates: list[Update]) -> None:
-        """What the engine did not even begin."""
+        """What the engine did not even begin, or gave up before its first token, has a status of its own as a stream,
+        too."""
         for update in updates:
             if update.end is not None and update.end.reason is FinishReason.REJECTED:
                 raise self._rejected(update.end.detail)
+            if update.end is not None and update.end.reason in _FAILED and not update.token_ids:
+                answer = self._answers[update.choice]
+                answer.take(update)
+                self._raise_failure(answer)
 
     def _rejected(self, detail: str) -> ApiError:
         error = refused_by_engine(detail, self._settings.retry_after)

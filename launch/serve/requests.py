@@ -124,7 +124,11 @@ class RequestBuilder:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if len(body.messages) >= self._ready.max_model_len and body.truncate_prompt_tokens is None:
+            raise self._too_long(f"at least {len(body.messages)}, one a message", "messages")
         text = self._rendered(body.messages, tools, variables, body.documents)
+        if body.truncate_prompt_tokens is None:
+            self._refuse_too_long(text, "messages")
         ids = self._encoded(text, "messages", bool(body.add_special_tokens))  # the template wrote them
         ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -191,6 +195,8 @@ class RequestBuilder:
             if isinstance(one, int):
                 raise bad_request("the prompt mixes token ids with texts or lists", "prompt")
             if isinstance(one, str):
+                if body.truncate_prompt_tokens is None:
+                    self._refuse_too_long(one, "prompt")
                 ids = self._encoded(one, "prompt", body.add_special_tokens is not False)
             else:
                 ids = tuple(one)
@@ -216,6 +222,22 @@ class RequestBuilder:
         except Exception as error:  # the library raises plain Exception
             raise bad_request(f"the prompt cannot be tokenised: {error}", param) from error
 
+    def _refuse_too_long(self, text: str, param: str) -> None:
+        """Raises ApiError for a text of more characters than as many tokens as fit can have: tokenising takes a hundred
+        times its memory, and seconds."""
+        if self._tokenizer is not None and self._tokenizer.longest is not None:
+            least = len(text) // self._tokenizer.longest
+            if least >= self._ready.max_model_len:
+                raise self._too_long(f"at least {least}", param)
+
+    def _too_long(self, tokens: str, param: str) -> ApiError:
+        return bad_request(
+            f"this model's maximum context length is {self._ready.max_model_len} tokens, but the prompt has {tokens}, "
+            "which leaves no room for an answer: shorten it",
+            param,
+            "context_length_exceeded",
+        )
+
     def _fitting(self, ids: tuple[int, ...], truncate: int | None, param: str) -> tuple[int, ...]:
         """Checked; the last ``truncate`` of them, or as many as leave room for an answer for -1."""
         most = self._ready.max_model_len
@@ -226,12 +248,7 @@ class RequestBuilder:
                 )
             ids = ids[-(most - 1 if truncate == -1 else truncate) :]
         if len(ids) >= most:
-            raise bad_request(
-                f"this model's maximum context length is {most} tokens, but the prompt has {len(ids)}, which leaves no "
-                "room for an answer: shorten it",
-                param,
-                "context_length_exceeded",
-            )
+            raise self._too_long(str(len(ids)), param)
         try:
             return checked_prompt(ids, self._ready.vocab_size, most)
         except RequestError as error:

@@ -10,12 +10,15 @@ then [DONE]: some clients count anything else, even a closed connection, as succ
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.types import Receive, Scope, Send
 
 from launch.serve.errors import ApiError
 from runtime.frontend.remote_engine import ClientGone
+
+log = logging.getLogger("lockstride.api")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
@@ -53,8 +56,15 @@ class EventStream:
             try:
                 async for data in self._each(send):
                     await send({"type": "http.response.body", "body": event(data), "more_body": True})
-            except ApiError as error:
-                failed = b"event: error\n" + event(error.body)
+            except ClientGone:
+                raise
+            except Exception as error:
+                if isinstance(error, ApiError):
+                    told = error
+                else:
+                    log.exception("a stream failed that should not have")
+                    told = ApiError(500, "an internal error; the server's log has it", kind="internal_server_error")
+                failed = b"event: error\n" + event(told.body)
                 await send({"type": "http.response.body", "body": failed, "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
         except ClientGone:

@@ -14,6 +14,8 @@ import re
 from typing import Any, Final
 from uuid import uuid4
 
+from runtime.frontend.validation import is_unicode
+
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -101,10 +103,11 @@ class _Call:
         self._raw += text
         if not self.named:
             head = _HEAD.match(self._raw) if len(self._raw) <= _LONGEST_HEAD + len(text) else None
-            if head is None:
+            name = None if head is None else _name(head.group(1))
+            if head is None or name is None:
                 return []
             self.named, self._told = True, head.end()
-            return [self._begin(json.loads(head.group(1), strict=False)), *self._arguments()]
+            return [self._begin(name), *self._arguments()]
         return self._arguments()
 
     def _arguments(self) -> list[Delta]:
@@ -147,11 +150,24 @@ class _Call:
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return [{"content": _OPEN + self._raw + mark}]
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not is_unicode(name):
             return [{"content": _OPEN + self._raw + mark}]
-        self.named = True
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if not is_unicode(text):
+            if isinstance(arguments, str):
+                return [{"content": _OPEN + self._raw + mark}]
+            text = json.dumps(arguments)
+        self.named = True
         return [self._begin(name), _piece(self._index, text)]
+
+
+def _name(written: str) -> str | None:
+    """A JSON text as it stands in the head of a call; None for one that no JSON text can be."""
+    try:
+        name = json.loads(written, strict=False)
+    except ValueError:
+        return None
+    return name if isinstance(name, str) and is_unicode(name) else None
 
 
 def _piece(index: int, arguments: str) -> Delta:

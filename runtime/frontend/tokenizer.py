@@ -40,6 +40,10 @@ class Tokenizer:
             ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
             self.byte_ids = frozenset(i for i in ids if i is not None)
         self._pieces: dict[int, bytes] = {}
+        # Characters of a token, at most; None where one that is unknown may stand for any number of them.
+        self.longest: int | None = None
+        if kinds & {"ByteLevel", "ByteFallback"}:
+            self.longest = max(map(len, backend.get_vocab()), default=1)
         # Special tokens have no text, and what stands around them is decoded as if it stood together.
         added = backend.get_added_tokens_decoder()
         self.silent_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)

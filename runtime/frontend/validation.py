@@ -211,6 +211,15 @@ def checked_text(name: str, text: object) -> str:
     return text
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def stop_ids_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Everything that ends a request on the device, each once. Raises RequestError when a slot cannot hold them."""
     ids = tuple(dict.fromkeys((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)))

@@ -10,19 +10,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
+from launch.serve import bodies, chunks
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
-from tests.launch.serve.rig import Client, Reply, ServedFake, served
+from tests.launch.serve.rig import Client, Reply, ServedFake, listening, served
 from tests.runtime.engine.rig import request as request_of
 from tests.runtime.engine.rig import rig
 from tests.runtime.engine.rig import run as run_engine
@@ -542,6 +544,94 @@ def test_what_is_wrong_before_a_surrogate_is_told_first() -> None:
     run(body)
 
 
+def test_of_a_long_body_no_field_is_looked_for() -> None:
+    """Reading it a second time would stop every stream for as long."""
+
+    async def body(client: Client) -> None:
+        with mock.patch.object(bodies, "_half_of_a_pair", side_effect=AssertionError):
+            for text, words in (
+                (rb"\ud800", "the body is no Unicode text"),
+                (rb"\uDC00", "the body is no Unicode text"),
+                (rb"\\\uD83D\\ude00", "the body is no Unicode text"),  # two backslashes, and half of a pair
+                (rb"\ud83d\ude00\\ud800", "the body is no JSON"),  # a pair, and a backslash beside letters
+            ):
+                data = b'{"prompt": "' + b"a" * (70 << 10) + text + b'", '
+                reply = await client.post("/v1/completions", data)
+                assert (reply.status, reply.error["message"][: len(words)]) == (400, words), text
+
+    run(body)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    async def body(client: Client) -> None:
+        tokenizer, ready = client.app._tokenizer, client.engine.ready
+        assert tokenizer is not None
+        assert tokenizer.longest is not None
+        assert ready is not None
+        text = "a" * (ready.max_model_len * tokenizer.longest)
+        chats = [{"role": "user", "content": "a"}] * ready.max_model_len
+        cases: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/completions", {"prompt": ["a", text]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/chat/completions", {"messages": chats}),
+        )
+        encode = tokenizer.encode
+        with mock.patch.object(tokenizer, "encode", lambda text, **how: encode(text[:10], **how)):
+            for path, fields in cases:
+                reply = await client.post(path, fields)
+                assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+                assert f"the prompt has at least {ready.max_model_len}" in reply.error["message"]
+                cut = await client.post(path, fields | {"truncate_prompt_tokens": 2, "max_tokens": 1})
+                assert cut.status == 200, "its end is asked for"
+
+    run(body)
+
+
+def test_a_client_that_offers_http_2_is_served_in_http_1() -> None:
+    """As Java's HttpClient does with its first request, and curl --http2: the body is not lost."""
+
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": PROMPT, "max_tokens": 2, "seed": 1}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+            f"HTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\nContent-Length: {len(asked)}\r\n\r\n"
+        ).encode()
+        async with listening(client) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for data in (head + asked, head, asked):  # twice, the second time in two pieces
+                writer.write(data)
+                if data != head:
+                    status = await reader.readline()
+                    assert b" 200 " in status
+                    length = 0
+                    while (line := await reader.readline()) != b"\r\n":
+                        name, _, value = line.partition(b":")
+                        length = int(value) if name.lower() == b"content-length" else length
+                    answer = json.loads(await reader.readexactly(length))
+                    assert answer["usage"]["completion_tokens"] == 2
+                else:
+                    await writer.drain()
+            writer.close()
+
+    run(body)
+
+
+def test_few_long_bodies_are_read_at_once_and_none_of_who_has_left() -> None:
+    async def body(client: Client) -> None:
+        asked = json.dumps({"prompt": [5] * 8, "max_tokens": 1, "seed": 1, "user": "x" * (20 << 10)}).encode()
+        gone, threads = asyncio.Event(), client.app._threads
+        async with threads, threads:
+            waits = [asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone)) for _ in range(2)]
+            await client.until(lambda: len(threads._waiters or ()) == 2)
+            gone.set()
+        assert [(await one).status for one in waits] == [0, 0], "nobody reads an answer"
+        assert not client.fake.added
+        assert (await client.post("/v1/completions", asked)).status == 200
+
+    run(body)
+
+
 def test_an_echo_is_of_the_tokens_that_a_cut_prompt_has() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 2, "seed": 1}
@@ -688,6 +778,40 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     run(body, fake)
 
 
+def test_who_still_waits_when_a_drain_ends_may_ask_another_server() -> None:
+    """A stream without a token, too: after a 200 no client asks again."""
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
+        running = asyncio.ensure_future(client.post("/v1/completions", asked))
+        await client.until(lambda: client.engine.live == 1)
+        waiting = [
+            asyncio.ensure_future(client.post("/v1/completions", {**asked, "stream": stream}))
+            for stream in (True, False)
+        ]
+        await client.until(lambda: client.engine.live == 3)
+        client.server.drain(0.05)
+        for one in [running, *waiting]:
+            reply = await one
+            assert (reply.status, reply.error["code"]) == (503, "shutting_down")
+            assert "retry-after" in reply.headers
+
+    run(body, ServedFake(pause=0.1, rows=1))
+
+
+def test_what_fails_unforeseen_in_a_stream_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(client: Client) -> None:
+        monkeypatch.setattr(chunks.ChunkWriter, "usage", mock.Mock(side_effect=ZeroDivisionError))
+        asked = {"prompt": PROMPT, "max_tokens": 3, "seed": 1, "ignore_eos": True, "stream": True}
+        reply = await client.post("/v1/completions", asked | {"stream_options": {"include_usage": True}})
+        *tokens, (name, data), done = reply.events
+        assert len(tokens) == 3
+        assert (name, data["error"]["type"]) == ("error", "internal_server_error")
+        assert done == ("", "[DONE]")
+
+    run(body)
+
+
 def test_what_a_drain_cannot_wait_for_is_told_that_the_server_ends() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True}
@@ -779,7 +903,7 @@ def test_logits_that_are_not_finite_are_a_500_of_that_request_alone() -> None:
         bad = await client.post("/v1/completions", {"prompt": [9, 9], "seed": 1})
         assert (bad.status, bad.error["type"]) == (500, "internal_server_error")
         streamed = await client.post("/v1/completions", {"prompt": [9, 9], "seed": 1, "stream": True})
-        assert streamed.events[0][0] == "error"
+        assert (streamed.status, streamed.error["type"]) == (500, "internal_server_error"), "no token had come"
         assert (await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})).status == 200
 
     run(body, ServedFake(fail=fails))

@@ -79,3 +79,23 @@ def test_one_call_at_most(step: int) -> None:
     assert content is not None
     assert content.split() == ["so", "and"]
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == [("f", '{"x": 1}')]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "inside",
+    [
+        r'{"name": "C:\q", "arguments": {}}',
+        r'{"name": "\ud83d", "arguments": {}}',
+        r'{"arguments": {}, "name": "\ud83d"}',
+        r'{"arguments": "\ud83d", "name": "f"}',
+    ],
+)
+def test_what_can_be_no_json_text_is_no_call(inside: str, seed: int) -> None:
+    text = f"<tool_call>\n{inside}\n</tool_call>"
+    assert parsed(text, seed) == (text, [])
+
+
+def test_arguments_keep_half_of_a_pair_as_an_escape() -> None:
+    content, ((name, arguments),) = parsed(r'<tool_call>{"arguments": {"x": "\ud83d"}, "name": "f"}</tool_call>', 0)
+    assert (content, name, arguments.encode()) == (None, "f", rb'{"x": "\ud83d"}')
