@@ -306,7 +306,8 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
         tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
         tokens_3T[2, here] = chunk.slot
         offset += length
-    rows_4R = np.zeros((4, max(spec.bucket, min(spec.padded_tokens, max_rows))), np.int64)
+    # Guesses are proposed for as many rows as there are graphs for: none of them may be one of the step before.
+    rows_4R = np.zeros((4, max(spec.bucket, spec.guessing, min(spec.padded_tokens, max_rows))), np.int64)
     real = len(plan.slots)
     ends = windows + np.cumsum(lengths) - 1
     rows_4R[0, :chunked] = slots_R[:chunked]

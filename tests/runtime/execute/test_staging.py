@@ -105,6 +105,16 @@ def test_chunks_are_packed_with_positions_slots_and_emitting_rows(device: TwinDe
     assert staging.chunks(plan).slots_R.tolist() == [1, 0, 0, 0]  # nothing of the earlier rows is left
 
 
+def test_rows_that_guesses_are_proposed_for_are_none_of_an_earlier_step(device: TwinDevice) -> None:
+    """A graph of guesses has more rows than a step that is launched kernel by kernel."""
+    _, staging = make_staging(device)
+    run(device, staging, prefill_step(1, tuple(Chunk(slot, 0, (5,), last=True) for slot in (4, 5, 6, 7)), bucket=4))
+    spec = prefill_step(2, (Chunk(3, 0, (5,), last=True),), bucket=1)
+    run(device, staging, spec._replace(guessing=4))
+    assert staging.padded_chunks(4).slots_R.tolist() == [3, 0, 0, 0]
+    assert staging.padded_chunks(4).emitting_R.tolist() == [3, 0, 0, 0]
+
+
 def test_forks_are_packed_as_rows_that_draw_behind_another_ones_chunk(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     chunks = Chunk(3, 4, (10, 11, 12), last=True), Chunk(7, 0, (20, 21), last=True)
