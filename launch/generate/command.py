@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from itertools import combinations
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,7 +59,7 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             return _follow(engine)
-    check_paths(Path(config.model), options)
+    check_paths(config, options)
     texts = load_texts(Path(config.model))
     with ResultsFile(options.output, overwrite=options.overwrite, retry_errors=options.retry_errors) as results:
         log.info("%s", config.describe())
@@ -94,6 +95,7 @@ def _lead(
     done_before = len(results.finished.ids) + len(results.finished.errors)
     if done_before or results.repaired_bytes:
         log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
+    results.begin()
     with Interrupts() as interrupts:
         with (
             options.input.open("rb") as stream,
@@ -123,8 +125,9 @@ def report(
         batch.summary.write_json(summary, counters)
 
 
-def check_paths(model: Path, options: GenerateOptions) -> None:
+def check_paths(config: EngineConfig, options: GenerateOptions) -> None:
     """Raises UsageError when the files of a command line cannot be what they are asked to be."""
+    model = Path(config.model)
     if not model.is_dir():
         raise UsageError(f"--model {model}: there is no such folder")
     if not options.input.is_file():
@@ -137,6 +140,18 @@ def check_paths(model: Path, options: GenerateOptions) -> None:
         )
     if options.output.exists() and options.output.samefile(options.input):
         raise UsageError(f"--input and --output are both {options.input}: answers would overwrite the prompts")
+    named = {
+        "--input": options.input,
+        "--output": options.output,
+        "--summary": options.summary,
+        "--timeline": config.timeline,
+        "--expert-load": config.expert_load,
+    }
+    given = [(name, Path(path)) for name, path in named.items() if path is not None]
+    for (name, path), (other, second) in combinations(given, 2):
+        same = path.samefile(second) if path.exists() and second.exists() else path.resolve() == second.resolve()
+        if same:
+            raise UsageError(f"{name} and {other} are both {path}: one would overwrite the other")
     if options.summary is None:
         return
     if options.summary.is_dir():

@@ -21,12 +21,15 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from launch.api.parser import LineId
 from launch.api.response import read_back
 from launch.generate.input_file import FinishedRows
 
 _WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
 
+_BEGINNING = b'{"id":'
 _ANOTHER = "Name another --output, or pass --overwrite to replace the file"
 
 
@@ -39,7 +42,8 @@ class ResultsWriteError(ResultsFileError):
 
 
 class ResultsFile:
-    """Open for appending from construction to ``close``. ``finished`` is what earlier runs have written."""
+    """Open for appending from ``begin`` to ``close``, and locked from construction on. ``finished`` is what earlier
+    runs have written."""
 
     def __init__(
         self, path: Path, *, overwrite: bool = False, retry_errors: bool = False, sync_seconds: float = 1.0
@@ -47,11 +51,10 @@ class ResultsFile:
         self.path = path
         self.repaired_bytes = 0
         self.finished = FinishedRows()
+        self._overwrite = overwrite
         self._fd = _open_locked(path)
         try:
-            if overwrite:
-                os.ftruncate(self._fd, 0)
-            else:
+            if not overwrite:
                 self._take_up(retry_errors)
             self._size = os.fstat(self._fd).st_size
         except BaseException:
@@ -62,6 +65,12 @@ class ResultsFile:
         self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._write_rows, name="results-file", daemon=True)
         self._thread.start()
+
+    def begin(self) -> None:
+        """Rows may come from now on: with ``overwrite`` those of earlier runs go, which a start that fails leaves."""
+        if self._overwrite:
+            os.ftruncate(self._fd, 0)
+            self._overwrite, self._size = False, 0
 
     def write(self, row: bytes) -> None:
         """Queue one row, newline included. Raises ResultsWriteError when an earlier one could not be written."""
@@ -100,7 +109,7 @@ class ResultsFile:
         """Read what is there, and only when all of it is ours cut off a last line that a kill left unfinished."""
         size = os.fstat(self._fd).st_size
         end = self._end_of_last_row(size)
-        if end == 0 and size and os.pread(self._fd, 1, 0) != b"{":
+        if not _may_be_torn(os.pread(self._fd, size - end, end)):
             raise ResultsFileError(f"{self.path} is not an output of generate: {_ANOTHER}")
         self.finished = self._scan(end)
         self.repaired_bytes = size - end
@@ -142,15 +151,23 @@ class ResultsFile:
 
     def _drop_errors(self) -> None:
         """Replace the file by one without its error rows; a kill leaves either the one or the other."""
-        fresh = self.path.with_name(self.path.name + ".retry.tmp")
-        with self.path.open("rb") as old, fresh.open("wb") as new:
-            for data in old:
-                if read_back(data).error is None:
-                    new.write(data)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(fresh, self.path)
-        _sync_folder(self.path)
+        path = Path(os.path.realpath(self.path))  # not a link to it, on whose side there may be less room
+        fresh = path.with_name(path.name + ".retry.tmp")
+        try:
+            with path.open("rb") as old, fresh.open("wb") as new:
+                for data in old:
+                    if read_back(data).error is None:
+                        new.write(data)
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(fresh, path)
+            _sync_folder(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise ResultsWriteError(
+                f"{path} cannot be written without its error rows: {error.strerror}. It is as it was: make room and "
+                "run the same command again"
+            ) from error
         os.close(self._fd)
         self._fd = _open_locked(self.path)
 
@@ -194,6 +211,23 @@ class ResultsFile:
             os.ftruncate(self._fd, self._size + whole)
             raise
         self._size += len(data)
+
+
+def _may_be_torn(tail: bytes) -> bool:
+    """Whether what stands behind the last newline may be the beginning of a row. All rows begin alike, and none is
+    JSON before its end."""
+    begun = tail[:64].replace(b" ", b"")[: len(_BEGINNING)]
+    if begun != _BEGINNING[: len(begun)]:
+        return False
+    try:
+        msgspec.json.decode(tail)
+    except (ValueError, RecursionError):
+        return True
+    try:
+        read_back(tail)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _open_locked(path: Path) -> int:

@@ -185,6 +185,16 @@ def test_a_server_s_job_says_where_it_is_and_keeps_its_key_over_a_requeue(tmp_pa
     assert key.read_text() == made
 
 
+def test_a_server_s_job_reads_options_with_an_equals_sign(tmp_path: Path) -> None:
+    said, words = serve_job(tmp_path, "--port=8123", "--api-key-file=/tmp/k", "--host=127.0.0.1")
+    assert "http://127.0.0.1:8123/v1" in said
+    assert "the key is in /tmp/k" in said
+    assert not {"--port", "--host", "--api-key-file"} & set(words)
+    said, words = serve_job(tmp_path, "--uds=/tmp/x.sock", "--api-key=abc")
+    assert "http://" not in said
+    assert not {"--host", "--api-key-file"} & set(words)
+
+
 def test_a_server_s_job_leaves_what_was_said_alone(tmp_path: Path) -> None:
     said, words = serve_job(tmp_path, "--host", "127.0.0.1", "--port", "9000", "--insecure")
     assert words.count("--host") == words.count("--port") == 1

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,7 +68,8 @@ class _Connection:
 
 
 class OpenAIServer:
-    """A server's address, its model's name, and connections to it. Raises UsageError or BenchError."""
+    """A server's address, its model's name, and connections to it, with the key of OPENAI_API_KEY or
+    LOCKSTRIDE_API_KEY. Raises UsageError or BenchError."""
 
     def __init__(self, base_url: str, endpoint: str, model: str | None = None) -> None:
         try:
@@ -81,6 +83,7 @@ class OpenAIServer:
         self.port = port or (443 if self.secure else 80)
         self.path = parts.path.rstrip("/") + endpoint
         self._root = parts.path.rstrip("/")
+        self._key = _authorization(os.environ)
         self._idle: list[_Connection] = []
         self._running: set[Future[None]] = set()  # a loop and its transports refer weakly to what waits for bytes
         self.loop = asyncio.new_event_loop()
@@ -106,9 +109,15 @@ class OpenAIServer:
         async with asyncio.timeout(_CONNECT_SECONDS):
             connection = await self._connect()
             try:
-                connection.writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}\r\n\r\n".encode())
+                head = f"GET {path} HTTP/1.1\r\nHost: {self.host}\r\n{self._key}\r\n"
+                connection.writer.write(head.encode())
                 status, headers = await _head(connection.reader)
                 body = b"\n".join([line async for line in _body_lines(connection.reader, headers)])
+                if status in (401, 403):
+                    raise BenchError(
+                        f"{self.host}:{self.port} answers HTTP {status} to GET {path}: set OPENAI_API_KEY to a key of "
+                        "this server"
+                    )
                 if status != 200:
                     raise ValueError(f"HTTP {status}")
                 return body
@@ -160,7 +169,7 @@ class OpenAIServer:
     async def _ask(self, connection: _Connection, body: bytes) -> tuple[int, dict[str, str]]:
         head = (
             f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
-            f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n{self._key}\r\n"
         )
         try:
             connection.writer.write(head.encode() + body)
@@ -330,3 +339,13 @@ def _body(model: str, request: PromptRequest) -> bytes:
         said |= {"top_k": sampling.top_k} if sampling.top_k else {}
         said |= {"min_p": sampling.min_p} if sampling.min_p else {}
     return msgspec.json.encode(said)
+
+
+def _authorization(environ: Mapping[str, str]) -> str:
+    """A line of a request's head; nothing without a key."""
+    key = environ.get("OPENAI_API_KEY") or environ.get("LOCKSTRIDE_API_KEY") or ""
+    if not key:
+        return ""
+    if not key.isascii() or not key.isprintable():
+        raise UsageError("OPENAI_API_KEY (or LOCKSTRIDE_API_KEY) has characters that no HTTP header can have")
+    return f"Authorization: Bearer {key}\r\n"

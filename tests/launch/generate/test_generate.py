@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -285,6 +285,33 @@ def test_the_input_is_not_taken_as_output(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="overwrite the prompts"):
         generate(tmp_path, "--output", str(path), "--overwrite")
     assert path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["--summary", "--timeline"])
+@pytest.mark.parametrize("other", ["in.jsonl", "out.jsonl", "sub/../out.jsonl"])
+def test_no_file_is_two_things_at_once(tmp_path: Path, kind: str, other: str) -> None:
+    """What is written when all is done would take the place of the answers, or of the prompts."""
+    path = write_input(tmp_path, good_lines(1))
+    assert path.name == "in.jsonl"
+    (tmp_path / "sub").mkdir()
+    output = str(tmp_path / "out.jsonl")
+    with pytest.raises(UsageError, match=rf"and {kind} are both .*: one would overwrite the other"):
+        generate(tmp_path, "--output", output, kind, str(tmp_path / other))
+    assert path.read_bytes()
+    assert not Path(output).exists()
+
+
+def test_a_start_that_fails_leaves_what_was_to_be_overwritten(tmp_path: Path) -> None:
+    write_input(tmp_path, good_lines(1))
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b'{"id":"old"}\n')
+
+    def fails(*_: object) -> NoReturn:
+        raise UsageError("no such memory")
+
+    with pytest.raises(UsageError, match="no such memory"):
+        generate(tmp_path, "--output", str(output), "--overwrite", engine=fails)
+    assert output.read_bytes() == b'{"id":"old"}\n'
 
 
 def test_a_tensor_parallel_degree_that_nobody_started_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,6 +34,7 @@ def bad(line: int, line_id: str | None, form: Form = Form.SIMPLE) -> bytes:
 
 def write(path: Path, *rows: bytes, **options: Any) -> ResultsFile:
     with ResultsFile(path, **options) as results:
+        results.begin()
         for row in rows:
             results.write(row)
     return results
@@ -67,6 +69,34 @@ def test_a_torn_last_line_is_cut_off_at_every_possible_byte(tmp_path: Path) -> N
         assert path.read_bytes() == whole
 
 
+def test_a_start_that_fails_overwrites_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, answer("a"))
+    with ResultsFile(path, overwrite=True) as results:
+        assert results.finished.ids == set()
+    assert path.read_bytes() == answer("a")
+
+
+def test_errors_are_taken_out_of_the_file_that_a_link_names(tmp_path: Path) -> None:
+    real, link = tmp_path / "scratch" / "out.jsonl", tmp_path / "out.jsonl"
+    write(real, answer("a"), bad(2, "b"))
+    link.symlink_to(real)
+    write(link, answer("b"), retry_errors=True)
+    assert link.is_symlink()
+    assert real.read_bytes() == answer("a") + answer("b")
+
+
+def test_a_disk_that_is_full_leaves_errors_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, answer("a"), bad(2, "b"))
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(ResultsWriteError, match=r"out\.jsonl cannot be written .*: No space left.* as it was"):
+        ResultsFile(path, retry_errors=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_torn_only_line_longer_than_a_read_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"id": "' + b"x" * 200_000)
@@ -76,7 +106,17 @@ def test_a_torn_only_line_longer_than_a_read_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "foreign",
-    [b"a text\n", b"no line end", b'{"id": "a", "prompt": "an input line"}\n', b"[1]\n", b'{"text": 1}\n{"id": "x'],
+    [
+        b"a text\n",
+        b"no line end",
+        b'{"id": "a", "prompt": "an input line"}\n',
+        b"[1]\n",
+        b'{"text": 1}\n{"id": "x',
+        b'{"experiment": "mine", "values": [0, 1, 2]}',  # as json.dump leaves it
+        b'{"id": "a", "prompt": "an input line"}',
+        b'{"in',
+        answer("a") + b'{"experiment": 1}',
+    ],
 )
 def test_a_file_that_is_not_an_output_is_refused_and_left_alone(tmp_path: Path, foreign: bytes) -> None:
     path = tmp_path / "out.jsonl"

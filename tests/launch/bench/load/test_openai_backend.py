@@ -32,12 +32,17 @@ class Handler(BaseHTTPRequestHandler):
     drop_first: ClassVar[set[int]] = set()
     refused: ClassVar[range] = range(0)
     held: ClassVar[threading.Event | None] = None  # answers wait for it
+    key: ClassVar[str] = ""  # that is asked for
 
     def do_GET(self) -> None:
+        if not self._admitted():
+            return
         self._whole(200 if self.path == "/v1/models" else 404, {"data": [{"id": "tiny"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._admitted():
+            return
         self.asked.append({"path": self.path, **body})
         self.connections.add(id(self.connection))
         if self.held is not None:
@@ -58,6 +63,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
         if body["prompt"][0] in self.drop_first:
             self.close_connection = True
+
+    def _admitted(self) -> bool:
+        admitted = not self.key or self.headers["Authorization"] == f"Bearer {self.key}"
+        if not admitted:
+            self._whole(401, {"error": {"message": "no key"}})
+        return admitted
 
     def _chunk(self, data: bytes) -> None:
         for part in (data[:7], data[7:]):
@@ -205,6 +216,22 @@ def test_what_the_server_refuses_has_failed_with_its_words() -> None:
         assert one.failed
         assert one.error.startswith("HTTP 400: ")
         assert "not this one" in one.error
+
+
+@pytest.mark.parametrize("name", ["OPENAI_API_KEY", "LOCKSTRIDE_API_KEY"])
+def test_a_server_that_wants_a_key_gets_the_environments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "key", "sk-1")
+    for each in ("OPENAI_API_KEY", "LOCKSTRIDE_API_KEY"):
+        monkeypatch.delenv(each, raising=False)
+    with serving() as url:
+        with pytest.raises(BenchError, match=r"HTTP 401 to GET /v1/models: set OPENAI_API_KEY"):
+            OpenAIServer(url, "/v1/completions")
+        monkeypatch.setenv(name, "sk-1")
+        journal = run(url, range(100, 102), [0.0, 0.0])
+    assert [one.error for one in journal.requests] == ["", ""]
+    monkeypatch.setenv(name, "sk-1\r\nX: y")
+    with pytest.raises(UsageError, match="characters that no HTTP header can have"):
+        OpenAIServer("localhost:1", "/v1/completions")
 
 
 def test_no_server_is_said_at_once() -> None:
