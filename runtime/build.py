@@ -45,7 +45,7 @@ from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.plan_late import PlanLate
-from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy, StepLimits
+from runtime.schedule.config import SchedulerConfig, SnapshotPolicy, StepLimits
 from runtime.schedule.scheduler import Scheduler
 from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfig
@@ -186,10 +186,12 @@ def build_engine(
         raise
     try:
         served = replace(served, widest=executor.widest)
-        schedule = _schedule(config, limits, executor, mixed_steps(config, model, executor, share))
+        mixed = mixed_steps(config, model, executor, share)
+        schedule = _schedule(config, limits, executor)
         plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
         depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
-        schedule = replace(schedule, speculation=speculation(config, executor, schedule, share))
+        # Together: without speculation, rows of windows would have to fit beside chunks with all their tokens.
+        schedule = replace(schedule, mixed=mixed, speculation=speculation(config, executor, schedule, share))
         clear_load(model)  # both have timed steps
         executor.count_from_here()
         config = replace(config, chain_depth=depth, horizon=horizon)
@@ -303,6 +305,7 @@ def _executor_config(
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
         mixed_windows=_windows_beside(config),
+        windows=config.speculation is not None and config.speculation.disable_by_batch_size != 0,
         narrower=config.narrower,
         snapshots=config.num_snapshots if config.prefix_caching else 0,
         slower={} if exchange is None or exchange.slower is None else {"nccl_exchange": exchange.slower},
@@ -353,9 +356,8 @@ def _groups(
     return DpStepSync(control, assignment), RequestRouter(control, assignment)
 
 
-def _schedule(
-    config: EngineConfig, limits: StepLimits, executor: Executor, mixed: MixedSteps | None
-) -> SchedulerConfig:
+def _schedule(config: EngineConfig, limits: StepLimits, executor: Executor) -> SchedulerConfig:
+    """But for what is measured of steps: mixed ones, and speculation."""
     if config.prefix_caching and not executor.restores_prefixes:
         log.info("prefix caching is off: the model keeps state of fixed size, and there is no room for snapshots of it")
     return SchedulerConfig(
@@ -364,7 +366,6 @@ def _schedule(
         prefill_burst=config.prefill_burst,
         prefix_caching=config.prefix_caching and executor.restores_prefixes,
         max_waiting=config.max_waiting,
-        mixed=mixed,
         max_sessions=config.max_sessions,
         session_policy=config.session_policy,
         snapshots=_snapshot_policy(config, executor.snapshots),

@@ -92,7 +92,7 @@ class Executor:
         if windows_beside:
             narrower_beside = (partial(MixedWindowRole, width=width) for width in config.narrower)
             further_roles = (*further_roles, MixedWindowRole, *narrower_beside)
-        elif proposer is not None and config.exchanges and config.prefill_buckets:
+        elif proposer is not None and config.windows and config.exchanges and config.prefill_buckets:
             # All groups replay steps with chunks together, and here a group with windows could not.
             slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
             self._config = config = replace(config, prefill_buckets=(), slower=slower)

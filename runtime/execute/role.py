@@ -45,7 +45,8 @@ class ExecutorConfig:
     ``snapshots``: of slot state; None takes a share of the memory for caches (executor.py).
     ``exchanges``: row counts, ascending, of exchanges with other groups while one of them prefills; empty where there
     is one group. ``prefill_buckets``: token counts, ascending, of steps with chunks that are captured; none where
-    empty. ``mixed``: rows may decode in these steps; ``mixed_windows``: in windows, where there are some.
+    empty. ``mixed``: rows may decode in these steps; ``mixed_windows``: in windows, where there are some. ``windows``:
+    with a proposer rows have some, now and then.
     ``narrower``: W of windows beside the limits', which have fewer tokens and are captured, too. ``slower``:
     why a way that all steps take is not the usual one, by what takes its place, as far as it was decided outside the
     executor.
@@ -61,6 +62,7 @@ class ExecutorConfig:
     prefill_buckets: tuple[int, ...] = ()
     mixed: bool = False
     mixed_windows: bool = False
+    windows: bool = True
     narrower: tuple[int, ...] = ()
     snapshots: int | None = 0
     share: Callable[[Callable[[], str]], str] | None = None

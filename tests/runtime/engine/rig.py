@@ -201,6 +201,7 @@ def rig(
     beside = 0 if mixed is None else rows * ((tree or widest) if wide else 1)
     slots = 2 * rows + max_sessions
     limits = StepLimits(rows, slots, block_size, max_model_len, depth, widest, max_prefill_tokens, tree)
+    windows = speculation is None or speculation.most_rows != 0
     executor = Executor(
         device,
         model,
@@ -216,7 +217,8 @@ def rig(
             else exchange_ladder(config.decode_buckets, max_prefill_tokens, beside, tree or widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
-            mixed_windows=speculation is not None and (speculation.mixed_percent > 0 or groups is not None),
+            mixed_windows=windows and speculation is not None and (speculation.mixed_percent > 0 or groups is not None),
+            windows=windows,
             narrower=() if speculation is None else tuple(width for width, _ in speculation.narrower),
             snapshots=0 if snapshots is None else snapshots.count,
         ),

@@ -141,6 +141,18 @@ def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: R
         assert captured[0] == captured[1]
 
 
+def test_groups_that_never_have_windows_replay_their_prompts() -> None:
+    """disable_by_batch_size 0, the baseline that a speculating engine is compared with: a proposer, and no window."""
+    keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    arrivals = [{0: mixture(35, count=3)}, {3: [replace(one, request_id=50) for one in mixture(36, count=1)]}]
+    proposer = proposer_for(speculative_config(keys))
+    lives = Lives(arrivals, proposer=proposer, speculation=Speculation(4, most_rows=0), prefill_buckets=CAPTURED)
+    assert lives.rows[0] == lives.rows[1]
+    for counters in lives.counters:
+        assert counters["spec_num_drafts"] == 0
+        assert not any(name.startswith("fallbacks") for name in counters)
+
+
 @pytest.mark.parametrize(("chunks", "percent"), covering([*CHUNKS], (50, 0), at_once=1), indirect=["chunks"])
 def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigLimits, percent: int) -> None:
     """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, Undecided
-from runtime.build import _windows_beside
+from runtime.build import _schedule, _windows_beside
 from runtime.config import EngineConfig
 from runtime.execute import executor
 from runtime.execute.device.cpu_twin import TwinGraph
@@ -27,8 +28,10 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.staging import Chunks
 from runtime.execute.step import mixed_window
 from runtime.execute.step.mixed_window import MixedWindowRole
+from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.execute.step.step_io import Packed, gather_packed
 from runtime.schedule.chain import Flight
+from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
 from runtime.schedule.request import Request
 from runtime.schedule.scheduler import Scheduler
@@ -504,6 +507,21 @@ def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, A
     assert (
         _windows_beside(EngineConfig(model="models/demo", device="cpu", speculative_config=config, **engine)) is windows
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "engine"), [(7, {"max_prefill_tokens": 2048}), (15, {"max_num_seqs": 512}), (31, {}), (3, {})]
+)
+def test_a_start_with_more_window_tokens_than_a_step_holds_serves(tokens: int, engine: dict[str, Any]) -> None:
+    """256 rows of 8 tokens fill a step of 2,048: then rows beside chunks have fewer."""
+    keys = {"method": "ngram", "num_speculative_tokens": tokens}
+    config = EngineConfig(model="models/demo", device="cuda", speculative_config=keys, **engine)
+    executor: Any = SimpleNamespace(restores_prefixes=True, sizing=SimpleNamespace(num_blocks=10_000), snapshots=0)
+    schedule = _schedule(config, config.step_limits(4096, 4), executor)
+    assert replace(schedule, widths=(1,)).widths == (1,)
+    buckets = prefill_buckets(config.max_prefill_tokens)
+    made = replace(schedule, mixed=MixedSteps(buckets=buckets), speculation=Speculation(1 + tokens, mixed_percent=50))
+    assert made.mixed is not None
 
 
 @pytest.mark.parametrize(("shape", "windows"), [(None, True), ("qwen3.5", False)])
