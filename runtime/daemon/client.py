@@ -149,6 +149,7 @@ class _Session:
             return None
         frame = frames.popleft()
         if frame.kind is Kind.ERROR:
+            self.epoch = max(self.epoch, frame.epoch)  # of an EXTEND that was refused the turn is over
             raise SlotError(frame.text)
         self.finished = self.finished or frame.kind in _FINAL
         return frame

@@ -35,6 +35,7 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _FOLLOWED_BY_TOKENS = ("START", "CONTINUE", "EXTEND", "SCHED_STEP", "SCHED_BATCH_STEP")
+_MOST_SAID = 4096  # characters of why a line is not carried out
 _NOT_SAMPLING = ("keep", "text", "priority", "stop_ids")
 
 
@@ -123,7 +124,7 @@ class Desk:
 
     def refuse(self, connection: Connection, why: str, request: int = 0) -> None:
         """Answer a line that is not carried out."""
-        connection.send(Kind.ERROR, None, why.encode("utf-8", "replace"), request)
+        connection.send(Kind.ERROR, None, why[:_MOST_SAID].encode("utf-8", "replace"), request)
         connection.end_command()
 
     def _tagged(self, connection: Connection, command: Command) -> dict[str, Any]:
@@ -288,7 +289,7 @@ class Desk:
         if parent.phase is Phase.RUNNING or parent.drained:
             raise BadLine("the parent is running: only a session whose quantum is over can be forked")
         if command.place is not None and (old is None or command.place != old.place):
-            self._new_place(command.place)  # or it raises, before anything is closed
+            self._new_place(command.place, ending=old is not None)  # or it raises, before anything is closed
         if old is not None:
             self._close(old, "restored from another session")
         return self._fork(connection, command)
@@ -398,12 +399,14 @@ class Desk:
         going = [session for session in self._by_engine.values() if session.drained and session.phase is Phase.RUNNING]
         newcomers = any(s.phase is Phase.RUNNING and not s.shown for s in self._by_engine.values())
         staying = sum(not session.leaving for session in going)
+        # Whoever goes on by command, and is owed tokens, may wait for a row that one of these has.
+        owed = sum(s.phase is Phase.RUNNING and not s.drained and s.shown < s.wanted for s in self._by_engine.values())
         for session in going:
             if session.leaving or session.wanted >= session.budget or session.connection.behind:
                 continue
             if session.wanted - session.shown > self._ahead:
                 continue
-            if self._ring or staying > self._rows:
+            if self._ring or staying + owed > self._rows:
                 session.leaving = True
                 staying -= 1
                 continue
@@ -462,6 +465,7 @@ class Desk:
             raise BadLine(f"there is nothing to probe, or no room: {room} sessions can be forked twice")
         parents = [(session.engine_id, min(2, session.left)) for session in chosen]
         self._probes.append(Probe(connection, command.request or 0, self._engine, parents, self._take_id))
+        connection.probing += 1
         return None
 
     # ---- outputs of the engine ----
@@ -493,6 +497,7 @@ class Desk:
                 probe.ended(finished)
         for probe in [probe for probe in self._probes if probe.over]:
             self._probes.remove(probe)
+            probe.connection.probing -= 1
             probe.answer()
 
     def _gained(self, session: SlotSession, tokens: tuple[int, ...], output: StepOutput, row: int) -> None:
@@ -553,11 +558,12 @@ class Desk:
 
     def _refused(self, session: SlotSession, notice: Refused) -> None:
         """By the engine, when it came to it: for want of memory, or because a stop id was on its way."""
-        connection = session.connection
-        connection.send(Kind.ERROR, session, f"{notice.verb.upper()}: {notice.detail}".encode())
+        said = f"{notice.verb.upper()}: {notice.detail}"
         if notice.verb == "Extend":
-            self._go_back(session)
-        elif notice.verb == "Branch":
+            self._go_back(session, said)
+            return
+        session.connection.send(Kind.ERROR, session, said.encode())
+        if notice.verb == "Branch":
             self._close(session, f"the fork was refused: {notice.detail}")
 
     @staticmethod
@@ -567,11 +573,12 @@ class Desk:
             session.connection.end_command()
         session.owed = 0
 
-    def _go_back(self, session: SlotSession) -> None:
-        """To where it was before an EXTEND that is refused."""
+    def _go_back(self, session: SlotSession, said: str) -> None:
+        """To where it was before an EXTEND that is refused; the error tells the epoch in which it is then."""
         session.go_back()
         session.text = self._text_of(session)
         session.connection.epochs[session.request] = session.epoch
+        session.connection.send(Kind.ERROR, session, said.encode())
         session.drained = False
         self._end_commands(session)
         self._drained_to_the_end(session.connection)
@@ -592,10 +599,9 @@ class Desk:
     def _ended(self, session: SlotSession, finished: Finished) -> None:
         connection = session.connection
         if finished.reason is FinishReason.REJECTED and session.before is not None:  # taken back, and refused
-            connection.send(Kind.ERROR, session, f"EXTEND: {finished.detail or finished.reason.label}".encode())
             del self._by_engine[session.engine_id]
             session.let_go = True
-            self._go_back(session)
+            self._go_back(session, f"EXTEND: {finished.detail or finished.reason.label}")
             return
         self._forget(session)
         if finished.reason in _COMPLETE:
@@ -618,7 +624,8 @@ class Desk:
 
     def _open(self, session: SlotSession) -> None:
         self._places[session.place] = session
-        self._by_engine[session.engine_id] = session
+        if not session.let_go:  # a fork of one that the engine has let go: it has none of this one either
+            self._by_engine[session.engine_id] = session
         session.connection.sessions[session.request] = session
 
     def _forget(self, session: SlotSession) -> None:
@@ -648,17 +655,26 @@ class Desk:
             raise BadLine(f"REQ {request} is a session already")
         return request
 
-    def _new_place(self, wanted: int | None) -> int:
+    def _new_place(self, wanted: int | None, *, ending: bool = False) -> int:
+        """``ending``: a session ends for the one that is to have it."""
         if wanted is not None:
             if wanted >= len(self._places):
                 raise BadLine(f"SLOT {wanted}: places are 0 to {len(self._places) - 1}; see --max-sessions")
             if self._places[wanted] is not None:
                 raise BadLine(f"SLOT {wanted} is taken: a slot in use is never overwritten")
+            self._refuse_beside_probes(ending=ending)
             return wanted
         free = next((place for place, session in enumerate(self._places) if session is None), None)
         if free is None:
             raise BadLine(f"all {len(self._places)} places are taken: CANCEL a session, or raise --max-sessions")
+        self._refuse_beside_probes(ending=False)
         return free
+
+    def _refuse_beside_probes(self, *, ending: bool) -> None:
+        """Forks of a probe are sessions of the engine, too: one more would end another one that is parked."""
+        probing = sum(probe.forks for probe in self._probes)
+        if probing and self.sessions - ending + probing >= len(self._places):
+            raise BadLine(f"a probe takes the {probing} places that are left: say it again when that is told")
 
     def _session(self, connection: Connection, request: int | None) -> SlotSession:
         session = connection.sessions.get(-1 if request is None else request)

@@ -95,8 +95,8 @@ class Endpoint:
     def done(self) -> bool:
         """Whether it has said its last line, and all that this brings about is told."""
         connection = self.connection
-        running = any(session.phase is Phase.RUNNING for session in connection.sessions.values())
-        over = connection.quits or (self.ended and not running and not connection.draining)
+        running = any(session.phase is Phase.RUNNING or session.drained for session in connection.sessions.values())
+        over = connection.quits or (self.ended and not (running or connection.probing or connection.draining))
         return over and not connection.unread
 
     def close(self) -> None:

@@ -94,6 +94,7 @@ class Connection:
         self.lost: str | None = None
         self.quits = False
         self.auto = False
+        self.probing = 0  # probes that it has asked for, and is not told of
         self.drains: list[int] = []  # of each SCHED_DRAIN that is to be acknowledged, the id before it, or 0
         self.sessions: dict[int, SlotSession] = {}
         self.epochs: dict[int, int] = {}  # by request: the last that was given

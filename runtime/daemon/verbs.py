@@ -122,7 +122,8 @@ def _read_ids(path: Path) -> tuple[int, ...]:
                 raise BadLine(f"{path} is no regular file: name one of int32 ids")
             packed_ids = file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise BadLine(f"the prompt file cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadLine(f"the prompt file {str(path)[:200]!r} cannot be read: {why}") from error
     if not packed_ids or len(packed_ids) % 4 or len(packed_ids) > MAX_PROMPT_BYTES:
         raise BadLine(f"{path} has {len(packed_ids)} bytes, but must hold int32 token ids, {MAX_PROMPT_BYTES} at most")
     return struct.unpack(f"<{len(packed_ids) // 4}i", packed_ids)

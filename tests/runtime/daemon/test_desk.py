@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -399,10 +400,80 @@ def test_a_plain_stream_has_an_end_for_each_command(lines: list[str], tokens: in
         ("TAGGED 1", "TAGGED is the first line of a connection, or none"),
         ("MODE fast", "the mode is 'fast', but must be client or auto"),
         ("SCHED_PROBE", "there is nothing to probe, or no room: 3 sessions can be forked twice"),
-        ("REQ 1 START /nowhere/at/all 1 1", "the prompt file cannot be read"),
+        ("REQ 1 START /nowhere/at/all 1 1", "the prompt file '/nowhere/at/all' cannot be read"),
     ],
 )
 def test_what_is_refused_is_explained(line: str, message: str) -> None:
     client = Listener(ScriptedEngine())
     assert client.refused(line).startswith(message)
     assert not client.engine.has_work
+
+
+@pytest.mark.parametrize("drained", [2, 3, 6])
+@pytest.mark.parametrize("verb", ["START", "CONTINUE"])
+def test_a_drain_of_as_many_sessions_as_rows_keeps_nobody_out(drained: int, verb: str) -> None:
+    """None of these parks, for nobody else drains: who goes on by command gets a row all the same."""
+    engine = ScriptedEngine(depth=2, rows=2, slots=10, max_sessions=8, blocks=4000, max_model_len=600)
+    other = Listener(engine)
+    if verb == "CONTINUE":
+        other.ask(f"REQ 1 START {PROMPT} 40 2")
+        other.run_until_idle()
+    client = Listener(engine, other.desk)
+    for request in range(1, 1 + drained):
+        client.ask(f"REQ {request} START {PROMPT} 500 4")
+    client.run_until_idle()
+    client.say("SCHED_DRAIN")
+    for _ in range(20):
+        client.turn()
+    other.ask("REQ 1 CONTINUE 2 1" if verb == "CONTINUE" else f"REQ 1 START {PROMPT} 4 4")
+    for _ in range(60):
+        client.turn()
+    other.read()
+    assert len(other.tokens(1)) == 4
+    assert client.connection.draining
+    client.run_until_idle()
+    assert [len(client.tokens(request)) for request in range(1, 1 + drained)] == [500] * drained
+
+
+@pytest.mark.parametrize("policy", ["evict", "close"])
+def test_forks_of_a_probe_take_the_places_that_are_left(policy: Any) -> None:
+    """One more session of the engine would end a parked one, though a probe commits nothing."""
+    engine = ScriptedEngine(depth=2, max_sessions=4, blocks=400, session_policy=policy)
+    client = Listener(engine)
+    for request in (1, 2):
+        client.ask(f"REQ {request} START {PROMPT} 30 4 keep=1")
+    client.run_until_idle()
+    other = Listener(engine, client.desk)
+    client.say("SCHED_PROBE 1")
+    for line in (f"REQ 1 START {PROMPT} 4 4", f"REQ 1 SLOT 3 START {PROMPT} 4 4"):
+        assert other.refused(line).startswith("a probe takes the 2 places that are left")
+    client.run_until_idle()
+    other.ask(f"REQ 1 START {PROMPT} 4 4")
+    other.run_until_idle()
+    assert len(other.tokens(1)) == 4
+    assert not [frame for frame in (*client.frames, *other.frames) if frame.kind in (Kind.ERROR, Kind.CLOSED)][2:]
+    assert not client.of(1, Kind.CLOSED)
+    assert not client.of(2, Kind.CLOSED)
+
+
+@pytest.mark.parametrize(("character", "count"), [("\x01", 4_300_000), ("a", (1 << 24) - 20)])
+def test_what_a_line_is_refused_for_fits_in_a_frame(character: str, count: int) -> None:
+    client = Listener(ScriptedEngine())
+    said = client.refused("REQ 1 START " + character * count + " 4 4")
+    assert said.startswith("the prompt file ")
+    assert len(said) < 5000
+
+
+def test_a_refused_extend_tells_the_epoch_that_the_session_is_in() -> None:
+    client = Listener(ScriptedEngine(session_policy="refuse", blocks=12, max_model_len=48))
+    client.ask(f"REQ 1 START {PROMPT} 12 4 keep=1")
+    client.run_until_idle()
+    client.ask(f"REQ 2 START {PROMPT} 20 1")
+    client.run_until_idle()
+    begun = client.ask("REQ 1 EXTEND [9] 40 4")["epoch"]
+    client.run_until_idle()
+    (error,) = client.of(1, Kind.ERROR)
+    assert error.epoch == begun + 1
+    client.ask(f"REQ 1 CONTINUE 2 {error.epoch}")
+    client.run_until_idle()
+    assert len(client.tokens(1)) == 6

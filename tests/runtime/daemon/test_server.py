@@ -19,8 +19,9 @@ from runtime.client_socket import listen
 from runtime.daemon.client import AsyncSlotClient, AsyncSlotSession, SlotClient, SlotError
 from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
 from runtime.daemon.server import Endpoint, SlotServer
-from runtime.daemon.session import Connection
+from runtime.daemon.session import Connection, Phase
 from runtime.schedule.plan import StepOutput
+from tests.runtime.daemon.listener import Listener
 from tests.runtime.daemon.scripted import ScriptedEngine
 from tests.runtime.schedule.fake_device import complete_alone
 
@@ -334,3 +335,38 @@ def test_another_user_s_client_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             SlotClient(path, timeout=PATIENCE_S)
         monkeypatch.undo()
         SlotClient(path, timeout=PATIENCE_S).close()
+
+
+def test_input_that_ends_leaves_time_for_what_goes_on_by_itself() -> None:
+    """A client that is slow to read parks its sessions: they are not over. And a probe has an answer to come."""
+    client = Listener(ScriptedEngine(max_model_len=600, blocks=4000))
+    reads, writes = os.pipe()
+    endpoint = Endpoint(client.connection, reads, writes)
+
+    def done() -> bool:
+        return endpoint.done
+
+    client.connection.soft = 200
+    client.ask("MODE auto")
+    client.ask("REQ 1 START [1,2,3] 200 4")
+    endpoint.ended = True
+    while client.engine.has_work:  # until it is behind
+        client.desk.grant()
+        client.desk.output(client.engine.step())
+    client.read()
+    (session,) = client.connection.sessions.values()
+    assert (session.phase, session.drained) == (Phase.PARKED, True)
+    assert not done()
+    client.connection.soft = 1 << 18
+    client.run_until_idle()
+    assert len(client.tokens(1)) == 200
+    assert done()
+    client.ask("MODE client")
+    client.ask("REQ 2 START [1,2,3] 200 4")
+    client.run_until_idle()
+    client.say("SCHED_PROBE")
+    assert not done()
+    client.run_until_idle()
+    assert done()
+    os.close(reads)
+    os.close(writes)

@@ -183,3 +183,28 @@ def test_what_is_no_stop_is_refused(tokenizer: Tokenizer, option: str, message: 
 def test_text_needs_a_tokenizer() -> None:
     client = Listener(ScriptedEngine())
     assert client.refused(f'REQ 1 START {PROMPT} 20 20 stop="x"').startswith("stop strings are found in text, but")
+
+
+def test_a_fork_of_a_stopped_session_is_one_session(tokenizer: Tokenizer) -> None:
+    """The engine had let its parent go. Counted twice, it would take a row from every drain, for good."""
+    client = listener(tokenizer, rows=2, slots=14, max_sessions=8, blocks=4000, max_model_len=600)
+    client.ask(f'REQ 1 START {PROMPT} 20 20 keep=1 stop="*,"')
+    client.run_until_idle()
+    for _ in range(2):
+        client.ask("REQ 2 FORK 1")
+        client.ask("REQ 2 EXTEND [9] 400 400")
+        client.say("SCHED_DRAIN")
+        for _ in range(6):
+            client.turn()
+        (one,) = client.desk._by_engine.values()
+        assert one.request == 2
+        client.ask("REQ 2 CANCEL")
+        client.run_until_idle()
+        assert not client.desk._by_engine
+    other = Listener(client.engine, client.desk)
+    for request in (1, 2, 3):
+        other.ask(f"REQ {request} START {PROMPT} 100 4")
+    other.run_until_idle()
+    other.say("SCHED_DRAIN")
+    other.run_until_idle()
+    assert [len(other.tokens(request)) for request in (1, 2, 3)] == [100] * 3
