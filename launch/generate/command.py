@@ -95,7 +95,6 @@ def _lead(
     done_before = len(results.finished.ids) + len(results.finished.errors)
     if done_before or results.repaired_bytes:
         log.info("going on: %d rows are there, %d torn bytes cut off", done_before, results.repaired_bytes)
-    results.begin()
     with Interrupts() as interrupts:
         with (
             options.input.open("rb") as stream,

@@ -42,8 +42,11 @@ class ResultsWriteError(ResultsFileError):
 
 
 class ResultsFile:
-    """Open for appending from ``begin`` to ``close``, and locked from construction on. ``finished`` is what earlier
-    runs have written."""
+    """Open for appending from construction to ``close``. ``finished`` is what earlier runs have written.
+
+    ``overwrite`` empties the file at once, not when the engine runs: a job that is requeued while it loads does not
+    overwrite again (slurm/generate.sbatch), and would go on with the rows of an earlier one.
+    """
 
     def __init__(
         self, path: Path, *, overwrite: bool = False, retry_errors: bool = False, sync_seconds: float = 1.0
@@ -51,10 +54,11 @@ class ResultsFile:
         self.path = path
         self.repaired_bytes = 0
         self.finished = FinishedRows()
-        self._overwrite = overwrite
         self._fd = _open_locked(path)
         try:
-            if not overwrite:
+            if overwrite:
+                os.ftruncate(self._fd, 0)
+            else:
                 self._take_up(retry_errors)
             self._size = os.fstat(self._fd).st_size
         except BaseException:
@@ -65,12 +69,6 @@ class ResultsFile:
         self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._write_rows, name="results-file", daemon=True)
         self._thread.start()
-
-    def begin(self) -> None:
-        """Rows may come from now on: with ``overwrite`` those of earlier runs go, which a start that fails leaves."""
-        if self._overwrite:
-            os.ftruncate(self._fd, 0)
-            self._overwrite, self._size = False, 0
 
     def write(self, row: bytes) -> None:
         """Queue one row, newline included. Raises ResultsWriteError when an earlier one could not be written."""

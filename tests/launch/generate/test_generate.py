@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -299,19 +299,6 @@ def test_no_file_is_two_things_at_once(tmp_path: Path, kind: str, other: str) ->
         generate(tmp_path, "--output", output, kind, str(tmp_path / other))
     assert path.read_bytes()
     assert not Path(output).exists()
-
-
-def test_a_start_that_fails_leaves_what_was_to_be_overwritten(tmp_path: Path) -> None:
-    write_input(tmp_path, good_lines(1))
-    output = tmp_path / "out.jsonl"
-    output.write_bytes(b'{"id":"old"}\n')
-
-    def fails(*_: object) -> NoReturn:
-        raise UsageError("no such memory")
-
-    with pytest.raises(UsageError, match="no such memory"):
-        generate(tmp_path, "--output", str(output), "--overwrite", engine=fails)
-    assert output.read_bytes() == b'{"id":"old"}\n'
 
 
 def test_a_tensor_parallel_degree_that_nobody_started_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def bad(line: int, line_id: str | None, form: Form = Form.SIMPLE) -> bytes:
 
 def write(path: Path, *rows: bytes, **options: Any) -> ResultsFile:
     with ResultsFile(path, **options) as results:
-        results.begin()
         for row in rows:
             results.write(row)
     return results
@@ -67,14 +66,6 @@ def test_a_torn_last_line_is_cut_off_at_every_possible_byte(tmp_path: Path) -> N
         assert results.finished.ids == {"a"}
         assert results.repaired_bytes == cut
         assert path.read_bytes() == whole
-
-
-def test_a_start_that_fails_overwrites_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    write(path, answer("a"))
-    with ResultsFile(path, overwrite=True) as results:
-        assert results.finished.ids == set()
-    assert path.read_bytes() == answer("a")
 
 
 def test_errors_are_taken_out_of_the_file_that_a_link_names(tmp_path: Path) -> None:
