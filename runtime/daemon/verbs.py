@@ -314,7 +314,8 @@ VERBS: Final[dict[str, Verb]] = {
     "SCHED_PROBE": Verb(
         "[max]",
         "two tokens of each such session in one batch and alone, on forks of it, compared: tokens that differ, and "
-        "the largest difference of log-probabilities before them; commits nothing. ACK comes at the end",
+        "the largest difference of log-probabilities before them; commits nothing; START, FORK and RESTORE that would "
+        "want its places are refused meanwhile. ACK comes at the end",
         "",
         "`SCHED_BATCH_PROBE [max]`",
         _maybe_other,
