@@ -24,7 +24,7 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import EVERY_FEATURE, SamplingVariant
 from runtime.frontend.engine_protocol import Occupancy
-from runtime.frontend.validation import checked_request, checked_session, checked_turn
+from runtime.frontend.validation import checked_ids, checked_quantum, checked_request, checked_session, checked_turn
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
@@ -181,7 +181,8 @@ class Engine:
         step = self.scheduler.step - 1
         needs = self.executor.needs(plan)
         self._at("exchange")
-        agreed = self._groups.join(step, needs)
+        agreed = self._groups.join(step, needs, self.scheduler.room_for_rows)
+        self.scheduler.agreed_room(self._groups.room)
         self._at("plan")
         return None if agreed is None else self.executor.resolve(plan, agreed, step=step)
 
@@ -297,19 +298,24 @@ class Engine:
         self._outbox.put(Admit(checked_session(request, quantum, self.model_config), quantum, keep))
 
     def proceed(self, request_id: int, epoch: int, tokens: int) -> None:
-        """A session may generate ``tokens`` more; ``epoch`` 1 is its first turn."""
+        """A session may generate ``tokens`` more; ``epoch`` 1 is its first turn. Raises RequestError for bad values."""
+        checked_ids(request_id)
+        checked_quantum(epoch, tokens)
         self._outbox.put(Continue(request_id, epoch, tokens))
 
     def extend(self, request_id: int, epoch: int, token_ids: Sequence[int], max_tokens: int, quantum: int) -> None:
         """Say ``token_ids`` to a parked session, and let it begin to answer. Raises RequestError for a bad value."""
+        checked_ids(request_id)
         said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
         self._outbox.put(Extend(request_id, epoch, said, max_tokens, quantum))
 
     def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
         """A new parked session that knows what the parked session ``parent`` knows.
 
-        ``scored``: with log-probabilities of its tokens, even where its parent does without.
+        ``scored``: with log-probabilities of its tokens, even where its parent does without. Raises RequestError for
+        what cannot be an id.
         """
+        checked_ids(request_id, parent)
         self._outbox.put(Branch(request_id, parent, scored))
 
     def bind_thread(self) -> None:
@@ -317,15 +323,21 @@ class Engine:
         self.executor.device.bind_thread()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored."""
+        """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored.
+
+        Raises RequestError for what cannot be an id, as ``pause`` and ``resume`` do.
+        """
+        checked_ids(request_id)
         self._outbox.put(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
         """Stop running a request for now; it keeps what it holds unless memory is short."""
+        checked_ids(request_id)
         self._outbox.put(Pause(request_id))
 
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
+        checked_ids(request_id)
         self._outbox.put(Resume(request_id))
 
     @property

@@ -74,7 +74,7 @@ class Answer:
             pieces.append(Piece(token, shown, entry))
             self.token_ids.append(token)
             if text is not None and text.stopped:
-                self.reason = FinishReason.STOP
+                self.reason, self.end = FinishReason.STOP, end
                 return Gain(pieces, end is None)
         if end is None:
             return Gain(pieces)

@@ -15,6 +15,7 @@ from typing import Protocol
 from runtime.execute.launch_spec import LaunchNeeds
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.load_balancer import LoadBalancer
+from runtime.schedule.budget import NO_BOUND
 
 
 class StepAgreement(Protocol):
@@ -29,28 +30,33 @@ class DpStepSync:
     """One group's view of all.
 
     ``load_balancer``: whose loads are agreed along with the rest; None where each group has requests of its own making.
-    ``idle_steps`` counts those that it launched for the others' sake, without a row of its own.
+    ``idle_steps`` counts those that it launched for the others' sake, without a row of its own. ``room``: the least
+    that any group gave to the latest ``join``.
     """
 
     def __init__(self, agreement: StepAgreement, load_balancer: LoadBalancer | None = None) -> None:
         self._agreement = agreement
         self._load_balancer = load_balancer
         self.idle_steps = 0
+        self.room = NO_BOUND
 
-    def join(self, step: int, needs: LaunchNeeds) -> LaunchNeeds | None:
+    def join(self, step: int, needs: LaunchNeeds, room: int = NO_BOUND) -> LaunchNeeds | None:
         """What all groups together need of step ``step``, of which this one has ``needs``; None where nobody has work.
 
-        Groups without work launch it, too: their part of the exchanges is awaited.
+        Groups without work launch it, too: their part of the exchanges is awaited. ``room``: tokens that the step
+        behind it may have for the sake of this group's decode rows, NO_BOUND at most.
         """
         variant_numbers = map(int, astuple(needs.variant))
-        numbers: tuple[int, ...] = (needs.decode_bucket, needs.prefill_tokens, *variant_numbers, needs.width)
+        least = NO_BOUND - room  # its maximum is of the least room
+        numbers: tuple[int, ...] = (needs.decode_bucket, needs.prefill_tokens, *variant_numbers, least, needs.width)
         ours = len(numbers)
         if self._load_balancer is not None:
             numbers += self._load_balancer.proposal
         agreed = self._agreement.agree_max(step, numbers)
         if self._load_balancer is not None:
             self._load_balancer.agreed(agreed[ours:])
-        decode_bucket, prefill_tokens, *variant, width = agreed[:ours]
+        decode_bucket, prefill_tokens, *variant, least, width = agreed[:ours]
+        self.room = NO_BOUND - least
         if not decode_bucket and not prefill_tokens:
             return None
         self.idle_steps += not (needs.decode_bucket or needs.prefill_tokens)

@@ -14,6 +14,8 @@ from runtime.schedule.config import MixedSteps
 
 # ---- at work ----
 
+NO_BOUND = 1 << 40  # tokens of a step that nobody's rows wait for
+
 
 class TokenBudget:
     """Looks a step up in ``mixed``. ``most_chunk_tokens``: of all chunks of a step, whatever the tables say."""
@@ -35,28 +37,36 @@ class TokenBudget:
             self._kv_tokens[-1].append(kv_tokens)
             self._totals[-1].append(total)
 
-    def chunk_tokens(self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int, stride: int = 1) -> int:
+    def chunk_tokens(
+        self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int, stride: int = 1, room: int = NO_BOUND
+    ) -> int:
         """Tokens for the chunks of a step beside ``rows`` rows of ``row_tokens`` that hold ``kv_tokens`` at most.
 
-        As many as fill the largest bucket within the budget; where ``waiting_tokens`` of prompts are few, as many as
-        fill the smallest bucket that holds enough of them: ``stride`` times as many as where every step has chunks. At
-        least one, and at least up to the next bucket: prompts advance in each such step, however little the budget is.
+        As many as fill the largest bucket within the budget, which is ``room`` at most; where ``waiting_tokens`` of
+        prompts are few, as many as fill the smallest bucket that holds enough of them: ``stride`` times as many as
+        where every step has chunks. At least one, and at least up to the next bucket: prompts advance in each such
+        step, however little the budget is.
         """
         decoding = rows * row_tokens
-        total = self._most_total(decoding, rows, kv_tokens)
+        total = min(self._most_total(decoding, rows, kv_tokens), room)
         if self._calm_rows:
             calm = self._calm_tokens[_entry(self._calm_rows, rows)]
             enough = decoding + stride * max(calm, -(-waiting_tokens // self._drain_steps))
             total = min(total, self.bucket(enough) or total)
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
 
+    def prefill_tokens(self, room: int) -> int:
+        """Tokens for the chunks of a step that no row decodes in, but that rows elsewhere may have to wait for."""
+        least = self._buckets[0] if self._buckets else 1
+        return min(self._most_chunk_tokens, max(self.floor(room), least))
+
     def most_beside(self, decoding: int) -> int:
         """Tokens that chunks beside ``decoding`` others may have, whatever such a step takes."""
         room = self._buckets[-1] - decoding if self._buckets else self._most_chunk_tokens
         return min(room, self._most_chunk_tokens)
 
-    def window_room(self, rows: int, kv_tokens: int) -> int:
-        """Tokens that a step with chunks beside ``rows`` decode rows may have, of which windows may take a share."""
+    def step_room(self, rows: int, kv_tokens: int) -> int:
+        """Tokens that a step with chunks beside ``rows`` decode rows may have; windows may take a share of them."""
         return self._most_total(rows, rows, kv_tokens)
 
     @property

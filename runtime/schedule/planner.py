@@ -9,7 +9,8 @@ Policy, in one place:
     Where no row decodes, a prefill step takes ``max_prefill_tokens``. Prompts whose tokens are scored are computed
     kernel by kernel, so decode rows do not wait for them twice in a row: they have prefill steps of their own, with the
     budget of the mixed step that they take the place of, and before the next one comes a step of the decode rows.
-    Groups that share experts have their few chunks in the same steps (``MixedSteps.stride``).
+    Groups that share experts have their few chunks in the same steps (``MixedSteps.stride``), and a step is as long as
+    the longest of theirs, so the budget is that of the group whose rows may wait the shortest (``room``).
   * Without, a step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps
     run in a row, so that neither side starves.
   * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from runtime.schedule.budget import TokenBudget
+from runtime.schedule.budget import NO_BOUND, TokenBudget
 from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.resources import Resources
@@ -39,6 +40,7 @@ from runtime.schedule.states import State, Trigger
 
 NEVER = -2  # no step's number, nor that of the one before a step
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
+MOST_TOLD_BLOCKS = 4096  # of prompts that are seated for one step: telling the device takes some ms of its time
 NOBODY = (-1, -1)
 _GROWING = (State.PREFILL, State.DECODE, State.STALLED, State.DRAINING)
 
@@ -61,8 +63,10 @@ class Planner:
         self._burst = 0  # prefill steps in a row
         self._mixed = config.mixed
         self._budget = TokenBudget(config.mixed or MixedSteps(), config.limits.max_prefill_tokens)
+        self.room = NO_BOUND  # tokens that the next step may have for the sake of decode rows of any group
         self._scored_step = NEVER  # the latest step with chunks, if rows that decode waited for its scored prompts
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
+        self._fits_from = (*NOBODY, 0)  # (request, idled, what it may fit from on) of the same one (_room_at_most)
         self._slot_writes: list[SlotWrite] = []
         self._restored: list[tuple[int, int]] = []  # of the plan that is being made, as those that follow
         self._saved: list[tuple[int, int]] = []
@@ -106,13 +110,13 @@ class Planner:
         rows_decode = self._ready_rows()
         prompts_wait = self._prefilling or (self.resources.waiting and self._row_free)
         if not rows_decode:
-            most = self.limits.max_prefill_tokens
+            most = self._budget.prefill_tokens(self.room)
             return self._prefill_step(self._cut_shares(most, scored=None)) if prompts_wait else None
         if not prompts_wait:
             return self._decode_step()
         kv_tokens = sum([sequence.planned_tokens for sequence in self._rows])
         policy, rows = self.speculation, len(self._rows)
-        room, fits = self._budget.window_room(rows, kv_tokens), self._budget.most_windows
+        room, fits = self._budget.step_room(rows, kv_tokens), self._budget.most_windows
         stride = self._stride(mixed, room - rows)
         step, scored_step = self.resources.chain.step, self._scored_step
         if step % stride:
@@ -120,7 +124,7 @@ class Planner:
         width = self._width() if policy is None else policy.mixed_width(rows, room, fits)
         row_tokens = self.limits.row_tokens(width)
         waiting = self._waiting_tokens(mixed.long_prompt)
-        tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, waiting, stride)
+        tokens = self._budget.chunk_tokens(rows, kv_tokens, row_tokens, waiting, stride, self.room)
         rows_waited = scored_step == step - 1
         others_turn = stride > 1 and scored_step != NEVER  # there may have been steps without chunks since
         if not (rows_waited or others_turn) and (planned := self._scored_prompts(tokens)) is not None:
@@ -146,6 +150,17 @@ class Planner:
         if planned is not None:
             self._scored_step = self.resources.chain.step
         return planned
+
+    @property
+    def room_for_rows(self) -> int:
+        """Tokens that a step may have for the sake of the rows that decode from now on, NO_BOUND where there are none.
+
+        To be asked behind a plan: rows whose last chunk it has are among them.
+        """
+        rows = self._decoding.values()
+        if self._mixed is None or not rows:
+            return NO_BOUND
+        return self._budget.step_room(len(rows), sum([sequence.planned_tokens for sequence in rows]))
 
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
@@ -221,7 +236,8 @@ class Planner:
         """
         wanted = sum(cost(sequence, in_one_step(sequence), costly_prefix) for sequence in prefills)
         others = [s for s in self._prefilling.values() if s.scoring is not scored]
-        while self._row_to_give and not self._stalled:
+        told_blocks = 0
+        while self._row_to_give and not self._stalled and told_blocks < MOST_TOLD_BLOCKS:
             for candidate in self.resources.queue.heads():
                 ours = scored is None or candidate.scoring is scored
                 if (ours and wanted < tokens) or gets_a_share(
@@ -232,6 +248,7 @@ class Planner:
                 return
             if not ours or not self._admit(candidate):
                 return
+            told_blocks += len(candidate.blocks)
             if self._goes_on(candidate):
                 prefills.append(candidate)
                 wanted += in_one_step(candidate)
@@ -270,6 +287,9 @@ class Planner:
         resources = self.resources
         if self._refused == (sequence.request.request_id, resources.room_version):
             return False
+        same, fits_from = self._fits_from[:2], self._fits_from[2]
+        if same == (sequence.request.request_id, resources.idled) and self._room_at_most < fits_from:
+            return False
         pool, slots = resources.pool, resources.slots
         hits = resources.sharing.hits(sequence)
         fresh = resources.blocks_for(resources.reservation(sequence)) - len(hits)
@@ -280,6 +300,15 @@ class Planner:
         resources.queue.pop(sequence)
         resources.seat(sequence, hits, fresh)
         return True
+
+    @property
+    def _room_at_most(self) -> int:
+        """Grows by at least one for each block by which a prompt that did not fit comes nearer to it, so that a long
+        one, most of which is cached, is not looked up for each block that comes back. Not where more can change at
+        once: the state behind its blocks is found, too, or they are trusted, or somebody idle can be evicted.
+        """
+        pool = self.resources.pool
+        return pool.drops + pool.entered - self._spare_blocks
 
     @property
     def _spare_blocks(self) -> int:
@@ -300,6 +329,8 @@ class Planner:
             resources.evict(idle)
         else:
             self._refused = (sequence.request.request_id, resources.room_version)
+            if self.config.snapshots is None and not sequence.alone:
+                self._fits_from = (sequence.request.request_id, resources.idled, self._room_at_most + short)
 
     def _goes_on(self, sequence: SequenceState) -> bool:
         """Whether a chunk of it may be cut. Not where another prompt is writing what it would compute (sharing.py)."""

@@ -76,7 +76,7 @@ class Resources:
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
         self._requeued = 0  # of the requests that wait, those that held a slot before
-        self._idled = 0  # times that a request became PAUSED or PARKED
+        self.idled = 0  # times that a request became PAUSED or PARKED
         self._prompt_blocks = 0  # that prompts have made findable so far
         # (slot, index) -> (slot, index, block), for the next step
         self._block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -324,7 +324,7 @@ class Resources:
         if sequence.seated_before:
             self._requeued += (sequence.state in _IN_LINE) - (before in _IN_LINE)
         if sequence.state in (State.PAUSED, State.PARKED):
-            self._idled += 1
+            self.idled += 1
 
     # ---- pause, resume, evict ----
 
@@ -424,7 +424,7 @@ class Resources:
         """Changes whenever an admission that did not fit may fit: a block came back, or a prompt's can be found, or
         somebody paused or was parked, who may be evicted for it.
         """
-        return self.pool.drops + self._prompt_blocks + self._idled
+        return self.pool.drops + self._prompt_blocks + self.idled
 
     def seat(self, sequence: SequenceState, hits: list[int], fresh: int) -> None:
         """Give a waiting sequence a slot, the cached blocks ``hits`` of its prefix, and ``fresh`` new ones.

@@ -109,6 +109,17 @@ class Scheduler:
             self.resources.resume(sequence)
         return ()
 
+    @property
+    def room_for_rows(self) -> int:
+        """Tokens that a step may have for the sake of the rows that decode behind the latest plan (planner.py)."""
+        return self.planner.room_for_rows
+
+    def agreed_room(self, room: int) -> None:
+        """The least ``room_for_rows`` of all groups that launch steps together: the next plan keeps to it."""
+        if room != self.planner.room:
+            self.planner.room = room
+            self.digest.fold(self.step, "room", (room,))
+
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
         """What befell sessions since the last call, and those of them that were closed for want of room."""
         resources = self.resources

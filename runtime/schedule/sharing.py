@@ -25,6 +25,7 @@ Each costs its prompt a step, so it must lie ``worth`` tokens behind the one bef
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from runtime.schedule.blocks import BlockPool
 from runtime.schedule.config import SchedulerConfig, SnapshotPolicy
@@ -36,6 +37,21 @@ MOST_WAITS = 16  # steps for one block: a writer that gets no chunk for so long 
 _Key = tuple[int, bytes]
 
 
+class _Writer(NamedTuple):
+    """Who is to write what others need; a smaller ``priority`` is served first."""
+
+    request_id: int
+    priority: int
+
+    @classmethod
+    def of(cls, sequence: SequenceState) -> _Writer:
+        return cls(sequence.request.request_id, sequence.request.priority)
+
+    def is_worth_waiting_for(self, own: _Writer) -> bool:
+        """Not for one who gives way to whoever waits: it may get no tokens for long."""
+        return self.request_id != own.request_id and self.priority <= own.priority
+
+
 class PrefixSharing:
     """One a scheduler; ``pool`` holds the index."""
 
@@ -43,11 +59,11 @@ class PrefixSharing:
         self._config, self._block_size = config, config.limits.block_size
         self._counters = counters
         self._pool = pool
-        self._cut_now: dict[_Key, int] = {}  # first blocks of chunks in the plan that is being made -> request ids
-        self._begun: dict[_Key, int] = {}  # blocks of which a prompt's earlier chunk wrote a part -> its request id
+        self._cut_now: dict[_Key, _Writer] = {}  # first blocks of chunks in the plan that is being made
+        self._begun: dict[_Key, _Writer] = {}  # blocks of which a prompt's earlier chunk wrote a part
         self._begun_by: dict[int, _Key] = {}  # the same the other way round
         self._snapshots = config.snapshots if config.prefix_caching else None
-        self._branches: dict[int, int] = {}  # findable blocks -> the request that is to leave a snapshot behind one
+        self._branches: dict[int, _Writer] = {}  # findable blocks -> who is to leave a snapshot behind one
         self._branch_of: dict[int, int] = {}  # the same the other way round
 
     def looks_up(self, sequence: SequenceState) -> bool:
@@ -106,7 +122,9 @@ class PrefixSharing:
                 return False
         sequence.waits_since = NOT_WAITING
         if self._config.prefix_caching and self._next_is_known(sequence):
-            self._cut_now.setdefault(self._key(sequence), sequence.request.request_id)
+            key, own = self._key(sequence), _Writer.of(sequence)
+            if own.priority < self._cut_now.setdefault(key, own).priority:
+                self._cut_now[key] = own
         if self._snapshots is not None:
             self._choose_stop(sequence, self._snapshots)
         return True
@@ -121,8 +139,9 @@ class PrefixSharing:
             return False
         if self._snapshots is not None and self._last_full(sequence) < sequence.state_at + self._snapshots.worth:
             return False
-        key, request_id = self._pool.key_of(sequence.tokens, index, prefix_id), sequence.request.request_id
-        return self._cut_now.get(key, request_id) != request_id or self._begun.get(key, request_id) != request_id
+        key, own = self._pool.key_of(sequence.tokens, index, prefix_id), _Writer.of(sequence)
+        writers = self._cut_now.get(key, own), self._begun.get(key, own)
+        return any(writer.is_worth_waiting_for(own) for writer in writers)
 
     # ---- where chunks end ----
 
@@ -130,8 +149,8 @@ class PrefixSharing:
         """Whether another one is to leave a snapshot where the blocks end that it could continue with."""
         if self._snapshots is None or sequence.alone or sequence.prefill_begun or not sequence.known_last:
             return False
-        own = sequence.request.request_id
-        return self._branches.get(sequence.known_last, own) != own
+        own = _Writer.of(sequence)
+        return self._branches.get(sequence.known_last, own).is_worth_waiting_for(own)
 
     def _last_full(self, sequence: SequenceState) -> int:
         """Tokens of the blocks that another one with the same tokens could share."""
@@ -160,9 +179,9 @@ class PrefixSharing:
 
     def _announce(self, sequence: SequenceState) -> None:
         """Others who know the same blocks, and no more, wait for the snapshot behind them."""
-        request_id = sequence.request.request_id
-        if not sequence.prefill_begun and self._branches.setdefault(sequence.known_last, request_id) == request_id:
-            self._branch_of[request_id] = sequence.known_last
+        own = _Writer.of(sequence)
+        if not sequence.prefill_begun and self._branches.setdefault(sequence.known_last, own) == own:
+            self._branch_of[own.request_id] = sequence.known_last
 
     def leaves_snapshot(self, sequence: SequenceState, end: int) -> bool:
         """Whether its state is to be kept, of a chunk that ends at ``end``."""
@@ -180,9 +199,9 @@ class PrefixSharing:
                 self._left_branch(sequence)
             partly = sequence.prefilled > sequence.published_blocks * self._block_size
             if self._config.prefix_caching and sequence.prefilling and partly and self._next_is_known(sequence):
-                key = self._key(sequence)
-                if self._begun.setdefault(key, sequence.request.request_id) == sequence.request.request_id:
-                    self._begun_by[sequence.request.request_id] = key
+                key, own = self._key(sequence), _Writer.of(sequence)
+                if self._begun.setdefault(key, own) == own:
+                    self._begun_by[own.request_id] = key
 
     def left(self, sequence: SequenceState) -> None:
         """It writes no more of its prompt: nobody waits for it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,30 @@ def test_two_ranks(tmp_path: Path, count: int) -> None:
     ran = torchrun(2, "tests.runtime.engine.bad_requests", str(folder), str(count), str(output))
     assert ran.returncode == 0, ran.said[-3000:]
     enough(json.loads(output.read_text()), count)
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 62, 1.5, "7", None])
+def test_what_cannot_be_an_id_is_refused_by_every_verb(bad: Any) -> None:
+    """Before a turn takes it up, with the requests of others."""
+    other = request(3, range(5), max_tokens=3)
+    with rig(rows=ROWS) as engine:
+        engine.add(other)
+        for verb in (
+            lambda: engine.cancel(bad),
+            lambda: engine.pause(bad),
+            lambda: engine.resume(bad),
+            lambda: engine.proceed(bad, 1, 5),
+            lambda: engine.extend(bad, 1, [4], 5, 5),
+            lambda: engine.fork(bad, 3),
+            lambda: engine.fork(8, bad),
+        ):
+            with pytest.raises(RequestError, match="request_id is "):
+                verb()
+        for tokens in (0, -1, 1 << 31):
+            with pytest.raises(RequestError, match="tokens is "):
+                engine.proceed(3, 1, tokens)
+        engine.cancel(5)  # of nobody
+        assert list(run(engine, [])) == [3]
 
 
 def test_what_there_is_no_memory_for_is_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from parallel.layers.experts import ExpertSplit
-from runtime.execute.launch_spec import GREEDY, Ladders, LaunchResolver, LaunchSpec, exchange_ladder
+from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec, exchange_ladder
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
+from runtime.schedule.budget import NO_BOUND
 from runtime.schedule.config import SnapshotPolicy
 from runtime.schedule.plan import Chunk, Finished, Scored, StepKind, StepPlan
 from runtime.schedule.request import Request
@@ -344,7 +345,7 @@ class Others:
         return tuple(map(max, zip(numbers, *self.others, strict=True)))
 
 
-IDLE = (0,) * 11
+IDLE = (0,) * 12
 
 
 def joined(
@@ -382,8 +383,16 @@ def test_nobody_launches_where_nobody_has_work() -> None:
     assert joined(None) is None
 
 
+@pytest.mark.parametrize(("rooms", "least"), [((512, 2048), 512), ((NO_BOUND, 300), 300), ((NO_BOUND,), NO_BOUND)])
+def test_the_room_that_is_agreed_on_is_the_least_of_all(rooms: tuple[int, ...], least: int) -> None:
+    ours, *others = rooms
+    sync = DpStepSync(Others(*((*IDLE[:-2], NO_BOUND - room, 0) for room in (NO_BOUND, *others))))
+    sync.join(7, LaunchNeeds(), ours)
+    assert sync.room == least
+
+
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
-    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 1)
+    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 0, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
     assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from runtime.schedule.budget import NO_BOUND
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy
 from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -53,6 +54,7 @@ class Trace:
     """A seed's whole story: the limits, and the events by the step they take effect in. ``breaks_at``: requests whose
     logits break, with the number of tokens after which they do. ``barren``: steps may give a live row no token.
     ``poisons``: requests that leave NaN in the cache, once, with the position: they, and nobody else, may break of it.
+    ``rooms``: what other groups' rows leave of a step, in turn.
     """
 
     config: SchedulerConfig
@@ -60,6 +62,7 @@ class Trace:
     breaks_at: dict[int, int] = field(default_factory=dict)
     barren: bool = False
     poisons: dict[int, int] = field(default_factory=dict)
+    rooms: tuple[int, ...] = (NO_BOUND,)
 
     @property
     def cancelled(self) -> set[int]:
@@ -137,7 +140,8 @@ def make_trace(seed: int) -> Trace:
         config = replace(config, snapshots=draw_snapshots(draw))
     if seed % 5 > 2 and config.mixed is not None and max(widths) > 3:  # windows of several widths beside chunks
         config = config_with(replace(config, speculation=draw_several(draw, max(widths))), tree=0)
-    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons)
+    rooms = tuple(draw.choice((NO_BOUND, NO_BOUND, 1, 3, 7, 20)) for _ in range(draw.choice((1, 5))))
+    return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons, rooms)
 
 
 def draw_snapshots(draw: random.Random) -> SnapshotPolicy:
@@ -324,6 +328,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         plan = scheduler.plan()
         if rules is not None:
             rules.after(plan)
+        scheduler.agreed_room(trace.rooms[scheduler.step % len(trace.rooms)])
         if plan is not None and len(plan.slots) > config.limits.rows:
             raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.limits.rows}")
         device.launch(plan)

@@ -136,9 +136,10 @@ class MixedRules:
     ) -> int:
         """Tokens of chunks where enough wait, found by looking at every total that a step may have."""
         config, mixed = self._scheduler.config, self._mixed
-        if not rows:
-            return config.limits.max_prefill_tokens
         planner = self._scheduler.planner
+        if not rows:
+            fitting = [total for total in mixed.buckets or (planner.room,) if total <= planner.room]
+            return min(config.limits.max_prefill_tokens, max(fitting, default=min(mixed.buckets, default=1)))
         if plan.decode_rows:
             width = plan.width
         elif planner.speculation is None:  # of rows beside chunks, if there were any
@@ -147,7 +148,7 @@ class MixedRules:
             width = planner.speculation.mixed_width(len(rows), self._window_room(rows), self._most_windows)
         decoding = len(rows) * config.limits.row_tokens(width)
         budget = decoding + config.limits.max_prefill_tokens
-        budget = min(budget, self._tabled(rows, budget))
+        budget = min(budget, self._tabled(rows, budget), planner.room)
         totals_there_are: Sequence[int] = mixed.buckets or range(1, budget + decoding + 2)
         if mixed.calm:
             calm = dict(mixed.calm)

@@ -291,6 +291,39 @@ def test_a_wide_step_has_w_tokens_a_row_and_one_a_chunk() -> None:
     engine.finish()
 
 
+# ---- groups ----
+
+
+def test_whoever_prefills_alone_keeps_to_what_rows_of_another_group_may_wait() -> None:
+    """Forty rows decode in one group, behind steps of 512 tokens at most; then the other one gets long prompts."""
+    mixed = MixedSteps((16, 64, 256, 512, 1024, 2048), ((64, 1 << 12, 512), (64, 1 << 20, 256)), stride=2)
+    groups = [mixing(mixed, rows=64, slots=128, block_size=64, max_prefill_tokens=2048, depth=1) for _ in range(2)]
+
+    def longest() -> int:
+        """What a turn's step is padded to."""
+        plans = [group.turn() for group in groups]
+        room = min(group.scheduler.room_for_rows for group in groups)
+        for group in groups:
+            group.scheduler.agreed_room(room)
+        return max(plan.packed_tokens if plan is not None and plan.chunks else 0 for plan in plans)
+
+    for request_id in range(40):
+        groups[0].admit(request_id, prompt=30, max_tokens=60)
+    assert longest() == 40 * 30, "nobody decodes"
+    for request_id in range(100, 104):
+        groups[1].admit(request_id, prompt=900, max_tokens=8)
+    lengths = [longest() for _ in range(20)]
+    assert max(lengths) == 512
+    assert lengths[:4] == [512] * 4
+    assert groups[0].scheduler.digest.value != groups[1].scheduler.digest.value
+    for _ in range(80):
+        longest()
+    groups[1].admit(200, prompt=900, max_tokens=2)
+    assert longest() == 900, "no row decodes in either"
+    for group in groups:
+        group.finish()
+
+
 # ---- fairness ----
 
 

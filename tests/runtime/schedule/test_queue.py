@@ -76,6 +76,22 @@ def test_who_was_taken_may_queue_again_before_those_who_came_later() -> None:
     assert drain(queue) == [0, 1, 2]
 
 
+def test_who_has_left_is_not_kept_for_long() -> None:
+    """One of better priority has waited in front of them all."""
+    queue = WaitingQueue()
+    queue.push(sequence(0, priority=-1))
+    gone = [sequence(request_id) for request_id in range(1, 400)]
+    for each in gone:
+        queue.push(each)
+        advance(each, Trigger.PAUSE if each.request.request_id % 7 else Trigger.END)
+    assert len(queue._heaps[0]) < 150
+    for each in gone[::13]:
+        if each.state is State.PAUSED:
+            advance(each, Trigger.RESUME_WAITING)
+            queue.push(each)
+    assert drain(queue) == [0, *(e.request.request_id for e in gone[::13] if e.state is State.WAITING)]
+
+
 def test_any_mixture_of_coming_and_going_is_a_sorted_list() -> None:
     draw = random.Random(1)
     for _ in range(200):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Unpack
+from unittest.mock import patch
 
 import pytest
 
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import Chunk
+from runtime.schedule.planner import MOST_TOLD_BLOCKS
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
 from runtime.schedule.states import State
@@ -52,6 +54,52 @@ def test_a_prompt_that_did_not_fit_is_looked_at_again_when_its_blocks_are_found(
     assert engine.sequence(1).landed_tokens < 163, "the first has long to go"
     engine.finish()
     assert computed(engine) == 160 + 3 + 3
+
+
+def test_a_long_prompt_that_does_not_fit_is_not_looked_up_for_each_block_that_comes_back() -> None:
+    """Rows end in front of it, a few blocks each; it is admitted as soon as it fits all the same."""
+    (looked_up, ended), (always, at_once) = (_turns_until_it_fits(every_time) for every_time in (False, True))
+    assert ended == at_once > 8, "it waited for several"
+    assert 3 * looked_up < always
+
+
+def _turns_until_it_fits(every_time: bool) -> tuple[int, int]:
+    """How often a prompt of 1,690 tokens is looked up until then, and how many have ended."""
+    engine = sharing(rows=48, slots=96, blocks=640, max_model_len=2600, max_prefill_tokens=999, mixed=MixedSteps())
+    document = tuple((7 * i * i + 3 * i) % 29 for i in range(300))
+    engine.admit(0, document, max_tokens=300)
+    engine.turns(4)
+    for request_id in range(1, 41):
+        engine.admit(request_id, 40, max_tokens=4 + request_id)
+    engine.turns(4)
+    engine.admit(99, (*document[:290], *prompt_of(1400, 99)), max_tokens=9)
+    ended, look_ups = len(engine.finished), 0
+    scheduler = engine.scheduler
+    with patch.object(scheduler.resources.sharing, "hits", wraps=scheduler.resources.sharing.hits) as hits:
+        while engine.state(99) is State.WAITING:
+            if every_time:
+                scheduler.planner._fits_from = (-1, -1, 0)
+            engine.turn()
+        look_ups, ended = hits.call_count, len(engine.finished) - ended
+    engine.finish()
+    return look_ups, ended
+
+
+def test_seating_many_who_share_a_long_beginning_is_spread_over_steps() -> None:
+    """Each has hardly a token to compute, and the device is to be told of hundreds of blocks."""
+    engine = Driver(
+        rows=64, slots=128, blocks=2000, block_size=4, max_model_len=1300, max_prefill_tokens=512, mixed=MixedSteps()
+    )
+    document = tuple((7 * i * i + 3 * i) % 29 for i in range(1200))
+    engine.admit(0, document, max_tokens=40)
+    engine.turns(4)
+    for request_id in range(1, 41):
+        engine.admit(request_id, (*document, request_id % 29), max_tokens=2)
+    plans = engine.real_turns(4)
+    blocks = -(-1300 // 4)
+    assert max(len(plan.block_writes) for plan in plans) <= MOST_TOLD_BLOCKS + blocks
+    assert [len(plan.chunks) for plan in plans] == [-(-MOST_TOLD_BLOCKS // 301)] * 2 + [12, 0]
+    engine.finish()
 
 
 def test_prompts_that_arrive_together_compute_their_common_beginning_once() -> None:
@@ -196,6 +244,23 @@ def test_a_writer_that_gets_no_chunk_is_waited_for_no_longer_than_so_many_steps(
     (plan,) = engine.real_turns(1)
     assert [chunk.start for chunk in plan.chunks] == [4], "the block that the writer has begun"
     planner._prefilling[0] = writer
+    engine.finish()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_nobody_waits_for_a_writer_of_worse_priority(alike: bool) -> None:
+    """A prompt of better priority takes every step's tokens, half of them for the last one, which comes to need what
+    the one of worse priority has begun."""
+    engine = sharing(blocks=400, max_model_len=600, max_prefill_tokens=16, mixed=MixedSteps())
+    low = prompt_of(100, 1)
+    engine.admit(1, low, max_tokens=2, priority=5)
+    engine.turns(3)
+    engine.admit(2, prompt_of(500, 2), max_tokens=2)
+    engine.turns(2)
+    engine.admit(3, (*low[:80],) if alike else prompt_of(80, 3), max_tokens=2)
+    before = len(engine.plans)
+    engine.turns_until(State.DECODE, 3)
+    assert len(engine.plans) - before <= 80 // 8, "half of each step"
     engine.finish()
 
 

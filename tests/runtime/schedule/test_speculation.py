@@ -384,10 +384,10 @@ def test_rows_beside_chunks_have_narrower_windows_where_wider_ones_do_not_fit() 
 
 def test_a_window_that_would_fill_the_largest_step_leaves_room_for_a_prompt() -> None:
     budget = TokenBudget(MixedSteps(buckets=(4, 8, 12), budgets=((2, 0, 6), (2, 99, 7), (8, 0, 40))), 100)
-    assert [budget.window_room(rows, 0) for rows in (1, 2, 3)] == [6, 6, 40]
-    assert budget.window_room(2, 50) == 7
+    assert [budget.step_room(rows, 0) for rows in (1, 2, 3)] == [6, 6, 40]
+    assert budget.step_room(2, 50) == 7
     assert budget.most_windows == 11
-    assert TokenBudget(MixedSteps(), 100).window_room(30, 0) == 130
+    assert TokenBudget(MixedSteps(), 100).step_room(30, 0) == 130
     assert TokenBudget(MixedSteps(), 100).most_windows is None
     policy = SpeculationPolicy(Speculation(4, mixed_percent=100))
     assert [policy.mixed_width(rows, 40, budget.most_windows) for rows in (1, 2, 3)] == [4, 4, 1]
