@@ -62,8 +62,9 @@ def widened(found: SizeLimits, times: Sequence[Times], before: SizeLimits) -> Si
     """
     if not times or times[-1].size > max(found.one_shot, found.two_shot):
         return found
-    one_shot = found.one_shot if found.two_shot else max(found.one_shot, before.one_shot)
-    return SizeLimits(one_shot, max(found.two_shot, before.two_shot))
+    if found.two_shot:
+        return SizeLimits(found.one_shot, max(found.two_shot, before.one_shot, before.two_shot))
+    return SizeLimits(max(found.one_shot, before.one_shot), before.two_shot)
 
 
 def measure(
@@ -115,12 +116,11 @@ def _chain(way: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
     return run
 
 
-def table(times: Sequence[Times], ranks: int, before: SizeLimits | None) -> str:
+def table(times: Sequence[Times], ranks: int, before: SizeLimits | None, after: SizeLimits) -> str:
     """For a reader: every size, and which limits follow."""
     lines = [f"all-reduce between {ranks} ranks, with the norm, us:", "| KiB | one-shot | two-shot | NCCL |"]
     lines += ["| ---: | ---: | ---: | ---: |"]
     lines += [f"| {one.size / 1024:g} | {one.one_shot:.1f} | {one.two_shot:.1f} | {one.nccl:.1f} |" for one in times]
-    after = limits_from(times)
     return "\n".join([*lines, f"limits before: {_told(before)}; after: {_told(after)}"])
 
 

@@ -323,10 +323,10 @@ def _choose_limits(rendezvous: Rendezvous, share: RankShare, found: ChoiceTable,
         say(f"all-reduces are not measured: {reason}")
         return replace(share, limits=None)
     before = found.all_reduce.get(share.ranks, share.limits)
-    say(all_reduce.table(times, share.ranks, before))
     limits = all_reduce.limits_from(times)
     if before is not None:
         limits = all_reduce.widened(limits, times, before)
+    say(all_reduce.table(times, share.ranks, before, limits))
     found.all_reduce[share.ranks] = limits
     save(files.table, found)
     return replace(share, limits=limits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -244,13 +245,14 @@ class Executor:
 
     def step_costs(self) -> dict[int, float]:
         """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling, and
-        the largest.
+        the largest. No more tokens than all rows together can have: there is no such step.
 
         For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own, which
         recurrent layers and experts compute all the same.
         """
         found: dict[int, float] = {}
-        buckets = self.prefill.graphs.buckets
+        buckets, limits = self.prefill.graphs.buckets, self._config.limits
+        buckets = buckets[: 1 + bisect_left(buckets, limits.rows * limits.max_model_len)]
         with self.staging.real_padding(self._model.config.vocab_size, block=1, group=self.group) as prompts:
             for tokens in buckets:
                 if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0 or tokens == buckets[-1]:

@@ -175,6 +175,12 @@ def test_groups_time_steps_with_other_tokens() -> None:
     assert not mine & theirs
 
 
+@pytest.mark.parametrize(("buckets", "timed"), [((16, 96, 120, 200), {16, 96}), ((16, 100, 200), {16, 100})])
+def test_steps_of_more_tokens_than_all_rows_can_have_are_not_timed(buckets: tuple[int, ...], timed: set[int]) -> None:
+    with rig(rows=2, prefill_buckets=buckets, max_model_len=LONGEST, max_prefill_tokens=200) as engine:
+        assert set(engine.executor.step_costs()) == timed
+
+
 @pytest.mark.parametrize("kind", sorted(HYBRIDS))
 def test_steps_are_timed_with_tokens_that_recurrent_layers_compute(kind: str) -> None:
     """Of a token in no row such a layer may return anything, and not-a-number chooses the same experts for all."""

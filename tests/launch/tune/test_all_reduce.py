@@ -68,7 +68,15 @@ def test_a_narrow_model_lowers_no_limit_that_it_does_not_reach(
     assert widened(limits, times(measured), before) == SizeLimits(*(KIB * number for number in expected))
 
 
+def test_two_shot_that_wins_by_little_at_one_size_takes_what_one_shot_had() -> None:
+    """NCCL loses at every size: no larger sum goes to it."""
+    measured = times((*TWO[:8], (9.0, 8.8, 28.2), *TWO[9:]))
+    limits = limits_from(measured)
+    assert limits == SizeLimits(1024 * KIB, 16 << 20)
+    assert widened(limits, measured, SIZE_LIMITS[2]) == SizeLimits(1024 * KIB, SIZE_LIMITS[2].one_shot)
+
+
 def test_a_reader_sees_every_size_and_what_follows() -> None:
-    told = table(times(FOUR), 4, None)
+    told = table(times(FOUR), 4, None, limits_from(times(FOUR)))
     assert "| 256 | 6.1 | 6.1 | 12.5 |" in told
     assert told.endswith("limits before: NCCL for all; after: one-shot up to 256 KiB, two-shot up to 65536 KiB")
