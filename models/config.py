@@ -25,7 +25,7 @@ from models.block_pattern import (
 )
 from models.config_reader import ConfigReader
 from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
-from models.layers.rope import Rope, YarnRope, rope_from_parameters
+from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
 MOST_LAYERS = 10_000
@@ -194,10 +194,7 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes everything in rope_parameters; transformers 4 rope_theta beside rope_scaling."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"rope parameters must be an object, not {given!r}")
-    parameters = dict(given)
+    parameters = given_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError("rope parameters that differ by layer type are not supported")
     if parameters.get("rope_theta") is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.config_reader import ConfigReader
+from models.layers.rope import given_parameters
 
 NEXT = "Qwen3NextForCausalLM"
 _IN_TEXT_CONFIG = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
@@ -68,6 +69,13 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         text = config.get("text_config")
         if not isinstance(text, Mapping):
             raise ValueError(f"'text_config' must be an object, not {text!r}")
+        for key in ("rope_parameters", "rope_scaling"):
+            of_text = [text.get("rope_parameters"), text.get("rope_scaling")]
+            if config.get(key) and config[key] not in of_text:
+                raise ValueError(
+                    f"{key!r} {config[key]!r} stands beside 'text_config', which says {of_text[0] or of_text[1]!r}; "
+                    "put what you mean into its 'rope_parameters' and remove the outer one"
+                )
         found = {**text, **{key: config[key] for key in ("architectures", "quantization_config") if key in config}}
         if config.get("tie_word_embeddings") is not None:
             found["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -82,8 +90,7 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(found.get(key), dict):
             found[key] = {name: value for name, value in found[key].items() if not name.startswith("mrope_")}
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    if found.get("partial_rotary_factor") is None and rope.get("partial_rotary_factor") is None:
+    if found.get("partial_rotary_factor") is None and given_parameters(found).get("partial_rotary_factor") is None:
         found["partial_rotary_factor"] = _ROTATED_SHARE
     if found.get("num_experts") and found.get("intermediate_size") is None:
         found["intermediate_size"] = found.get("moe_intermediate_size")  # no layer is dense

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _LARGEST = 2.0**40  # of any parameter: beyond it, angles say nothing
-_LAYOUT_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_BESIDE = ("rope_theta", "partial_rotary_factor")  # transformers 4 writes them beside rope_scaling, 5 inside
+_LAYOUT_KEYS = {"rope_type", "type", *_BESIDE}
 
 
 class Rope(Protocol):
@@ -106,6 +107,31 @@ class YarnRope:
     def _dim_of(self, turns: float, rotary_dim: int) -> float:
         """The (fractional) dim that makes ``turns`` full turns within the original context."""
         return rotary_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def given_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says under ``rope_parameters`` (transformers 5) or ``rope_scaling`` (4), without nulls.
+
+    Raises ValueError for what is no object, and where both keys are there and say different things.
+    """
+    new, old = (_without_nulls(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    either = {**old, **new}
+    beside = {key: either[key] for key in _BESIDE if key in either}
+    if new and old and {**beside, **new} != {**beside, **old}:  # transformers takes rope_scaling, other readers do not
+        raise ValueError(
+            f"'rope_parameters' {config['rope_parameters']!r} and 'rope_scaling' {config['rope_scaling']!r} say "
+            "different things; put what you mean into 'rope_parameters' and remove 'rope_scaling'"
+        )
+    return either
+
+
+def _without_nulls(given: object) -> dict[str, Any]:
+    """With the type under ``rope_type``, where there is any key."""
+    if not isinstance(given, dict):
+        raise ValueError(f"rope parameters must be an object, not {given!r}")
+    said = {key: value for key, value in given.items() if value is not None}
+    kind = said.pop("type", "default")
+    return {"rope_type": kind, **said} if given else {}
 
 
 def rope_from_parameters(parameters: Mapping[str, Any], max_positions: int) -> Rope:

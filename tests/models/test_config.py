@@ -49,6 +49,42 @@ def test_both_transformers_styles_mean_the_same() -> None:
     assert config.dtype == torch.bfloat16
 
 
+DEFAULT = TINY["rope_parameters"]
+OLD_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BESIDE_IMAGES: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {**TINY, "head_dim": 16, **FAMILIES["qwen3.5"]},
+}
+
+
+def test_both_spellings_of_rope_are_read_where_they_agree() -> None:
+    yarn = {**OLD_YARN, "rope_type": "yarn", "rope_theta": 1e6, "beta_fast": None}
+    del yarn["type"]
+    assert tiny(rope_parameters=yarn, rope_scaling=OLD_YARN) == tiny(rope_parameters=yarn)
+    assert tiny(rope_parameters=OLD_YARN, rope_scaling=yarn) == tiny(rope_parameters=yarn)
+    outside = {**BESIDE_IMAGES, "rope_scaling": DEFAULT}
+    assert ModelConfig.from_dict(outside) == ModelConfig.from_dict(BESIDE_IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "rope_scaling"),
+    [(DEFAULT, OLD_YARN), (YARN, {"type": "default"}), (DEFAULT, {**DEFAULT, "rope_theta": 1e6})],
+    ids=["yarn in the old", "yarn in the new", "theta"],
+)
+def test_two_spellings_of_rope_that_differ_are_refused(rope_parameters: Any, rope_scaling: Any) -> None:
+    both = {"rope_parameters": rope_parameters, "rope_scaling": rope_scaling}
+    in_text = {**BESIDE_IMAGES, "text_config": {**BESIDE_IMAGES["text_config"], **both}}
+    for config in ({**TINY, **both}, in_text):
+        with pytest.raises(ValueError, match=r"'rope_parameters' .* and 'rope_scaling' .* say different things"):
+            ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_beside_the_text_config_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}' .*yarn.* stands beside 'text_config', which says .*default"):
+        ModelConfig.from_dict({**BESIDE_IMAGES, key: OLD_YARN})
+
+
 def test_absent_and_null_keys_take_transformers_defaults() -> None:
     config = {key: value for key, value in TINY.items() if key not in ("rope_parameters", "dtype")}
     config |= {"rope_scaling": None, "head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": None}
