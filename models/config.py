@@ -184,11 +184,20 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise ValueError(f"'layer_types' must be a list, not {layer_types!r}")
-    sliding = config.get("use_sliding_window") and config.get("sliding_window") is not None
-    first_sliding = ConfigReader(config).number("max_window_layers", 0)
-    if any(kind != "full_attention" for kind in layer_types) or (
-        sliding and not layer_types and first_sliding < ConfigReader(config).number("num_hidden_layers", 0)
-    ):
+    if config.get("is_causal") is not None and not ConfigReader(config).flag("is_causal"):
+        raise ValueError("'is_causal' is false, but only causal attention is implemented")
+    if dual := config.get("dual_chunk_attention_config"):
+        original = dual.get("original_max_position_embeddings") if isinstance(dual, dict) else None
+        raise ValueError(
+            "dual chunk attention ('dual_chunk_attention_config') is not implemented; remove the key, and set "
+            f"'max_position_embeddings' ({config.get('max_position_embeddings')!r}) to its "
+            f"'original_max_position_embeddings' ({original!r})"
+        )
+    sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    if config.get("architectures") != ["Qwen3MoeForCausalLM"]:  # of which every layer slides, whatever these keys say
+        first_sliding = ConfigReader(config).number("max_window_layers", 0)
+        sliding &= not layer_types and first_sliding < ConfigReader(config).number("num_hidden_layers", 0)
+    if sliding or any(kind != "full_attention" for kind in layer_types):
         raise ValueError("sliding-window attention is not supported; only 'full_attention' layers are")
 
 

@@ -93,7 +93,7 @@ class DFlashConfig(_InFolder):
         if not isinstance(own, dict):
             raise ValueError(f"'dflash_config' must be an object, not {own!r}")
         _refuse_unimplemented(config, own)
-        model = _model_config(config)
+        model = _model_config({**config, "is_causal": None})  # which _views reads
         read, read_own = ConfigReader(config), ConfigReader(own)
         target_layers = read.size("num_target_layers") if config.get("num_target_layers") is not None else None
         given = own.get("target_layer_ids", config.get("target_layer_ids"))
@@ -296,8 +296,6 @@ def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> 
     for name in _ALWAYS:
         if eagle.get(name) is False:
             raise ValueError(f"{name!r} is false, but only EAGLE-3 heads with it are implemented")
-    if config.get("is_causal") is False:
-        raise ValueError("'is_causal' is false, which is not implemented")
     types = config.get("layer_types") or []
     windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if windowed or any(kind != "full_attention" for kind in types):

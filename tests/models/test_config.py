@@ -144,6 +144,18 @@ def test_partial_rotation() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+            | {"max_window_layers": 48, "layer_types": ["full_attention"] * 2},
+            "sliding-window attention",
+        ),
+        ({"is_causal": False}, "'is_causal' is false, but only causal attention is implemented"),
+        ({"is_causal": 0}, "'is_causal' must be true or false, not 0"),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 48, "original_max_position_embeddings": 32}},
+            "set 'max_position_embeddings' (64) to its 'original_max_position_embeddings' (32)",
+        ),
+        ({"dual_chunk_attention_config": 1}, "'dual_chunk_attention_config'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "needs the key 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "not understood: mrope_section"),
