@@ -386,15 +386,20 @@ def _refuse_unimplemented(config: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def _views(config: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[BlockView, ...]:
-    """Of each layer. A sliding layer is causal unless the config says otherwise, one that sees everything is not."""
+    """Of each layer. A sliding layer is causal unless the config says otherwise; one that sees everything is not, nor
+    one that slides by ``use_swa`` alone."""
     types = config.get("layer_types")
     if types is None:
-        types = ["sliding_attention" if ConfigReader(own).flag("use_swa") else "full_attention"] * layers
+        types = ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise ValueError(
             f"'layer_types' must name one of {', '.join(known)} for each of {layers} layers, not {types!r}"
         )
+    # As vLLM reads it: exporters write "full_attention" for every layer of such drafters, too.
+    all_slide = ConfigReader(own).flag("use_swa") and "sliding_attention" not in types
+    if all_slide:
+        types = ["sliding_attention"] * layers
     window = None
     if "sliding_attention" in types:
         given = {"sliding_window": own.get("swa_window_size") or config.get("sliding_window")}
@@ -402,11 +407,10 @@ def _views(config: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tu
     said = config.get("is_causal", own.get("causal"))
     if said is not None and not isinstance(said, bool):
         raise ValueError(f"'is_causal' must be true or false, not {said!r}")
+    slides = [kind == "sliding_attention" for kind in types]
     return tuple(
-        BlockView(
-            said if said is not None else kind == "sliding_attention", window if kind == "sliding_attention" else None
-        )
-        for kind in types
+        BlockView(said if said is not None else sliding and not all_slide, window if sliding else None)
+        for sliding in slides
     )
 
 

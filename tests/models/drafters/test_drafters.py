@@ -425,4 +425,8 @@ def test_views_follow_the_published_precedence() -> None:
     assert views(**mixed, is_causal=False) == (BlockView(False, 2048), BlockView())
     assert views(**mixed, **own(causal=False)) == (BlockView(False, 2048), BlockView())
     assert views(**mixed, **own(causal=False), is_causal=True) == (BlockView(True, 2048), BlockView(True))
-    assert views(layer_types=None, **own(use_swa=True, swa_window_size=64)) == (BlockView(True, 64),) * 2
+    window = {"use_swa": True, "swa_window_size": 64}
+    for types in (None, [FULL, FULL]):
+        assert views(layer_types=types, **own(**window)) == (BlockView(False, 64),) * 2
+        assert views(layer_types=types, **own(**window, causal=True)) == (BlockView(True, 64),) * 2
+    assert views(**mixed, **own(**window)) == (BlockView(True, 64), BlockView())
