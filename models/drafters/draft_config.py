@@ -24,7 +24,10 @@ _OTHER_EAGLE3 = (
     *("use_moe", "num_experts", "use_mtp_layernorm"),
 )
 _ALWAYS = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")  # true where they stand
-_EAGLE_KEYS = frozenset(["eagle_aux_hidden_state_layer_ids", "next_layer_regular", *_ALWAYS])
+_STEP = "parallel_draft_step"  # tokens that a head guesses at once; 1 has no parallel heads, whatever their layers
+_EAGLE_KEYS = frozenset(
+    ["eagle_aux_hidden_state_layer_ids", "next_layer_regular", _STEP, "parallel_draft_heads_num_layers", *_ALWAYS]
+)
 # What ModelConfig does not read of a drafter, or would refuse in a target.
 _OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
 OTHER_DRAFTERS = (
@@ -264,7 +267,8 @@ def _aux_layers(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
     """Under two keys that count differently: SGLang's, in ``eagle_config``, names the layers whose output is read; that
     of vLLM's speculators, at the top level, the layers whose input is (so 0 is the embedding)."""
     key = "eagle_aux_hidden_state_layer_ids"
-    inner, outer = eagle.get(key), config.get(key)
+    # An empty list is what exporters write where the layers are the paper's.
+    inner, outer = (None if ids == [] else ids for ids in (eagle.get(key), config.get(key)))
     if inner is not None and outer is not None:
         raise ValueError(f"{key!r} stands at the top level ({outer}) and in 'eagle_config' ({inner}): leave one out")
     if inner is not None:
@@ -293,6 +297,10 @@ def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> 
     unknown = sorted(key for key, value in eagle.items() if value and key not in _EAGLE_KEYS)
     if unknown:
         raise ValueError(f"'eagle_config' has keys that are not understood: {', '.join(unknown)}")
+    if ConfigReader(eagle).number(_STEP, 1) > 1:
+        raise ValueError(
+            f"{_STEP!r} is {eagle[_STEP]}, but only EAGLE-3 heads that guess one token at a time are implemented"
+        )
     for name in _ALWAYS:
         if eagle.get(name) is False:
             raise ValueError(f"{name!r} is false, but only EAGLE-3 heads with it are implemented")

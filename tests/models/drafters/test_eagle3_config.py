@@ -27,6 +27,9 @@ def test_the_two_keys_of_layers_count_differently() -> None:
     assert Eagle3Config.from_dict(eagle3_config(eagle_config={KEY: [1, 17, 32]})).layer_ids == (1, 17, 32)
     published = {KEY: [1, 17, 32], "use_last_layernorm": True, "use_input_layernorm_in_first_layer": True}
     assert Eagle3Config.from_dict(eagle3_config(eagle_config=published)).layer_ids == (1, 17, 32)
+    exported = published | {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    assert Eagle3Config.from_dict(eagle3_config(eagle_config=exported)).layer_ids == (1, 17, 32)
+    assert Eagle3Config.from_dict(eagle3_config(eagle_config=exported | {KEY: []})).layer_ids is None
     assert Eagle3Config.from_dict(eagle3_config(eagle_config=None, **{KEY: [2, 18, 33]})).layer_ids == (1, 17, 32)
 
 
@@ -47,6 +50,7 @@ def test_the_two_keys_of_layers_count_differently() -> None:
         ({"eagle_config": {"use_aux_hidden_state": False}}, "'use_aux_hidden_state' is false"),
         ({"eagle_config": {"use_last_layernorm": False}}, "'use_last_layernorm' is false"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "'use_mtp_layernorm' is True"),
+        ({"eagle_config": {"parallel_draft_step": 2}}, "'parallel_draft_step' is 2"),
         ({"eagle_config": {"wings": 2}}, "not understood: wings"),
         ({"eagle_config": {KEY: [1, 0]}}, "must ascend"),
         ({KEY: [1, 2]}, "stands at the top level"),
