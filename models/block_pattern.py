@@ -140,7 +140,8 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     changed = {key: value for key, value in config.items() if key not in ("layer_types", "hybrid_override_pattern")}
     changed["layers_block_type"] = list(kinds)
     changed["num_hidden_layers"] = len(kinds)
-    changed["rms_norm_eps"] = config.get("layer_norm_epsilon", config.get("rms_norm_eps", 1e-5))
+    eps = [config[key] for key in ("layer_norm_epsilon", "rms_norm_eps") if config.get(key) is not None]
+    changed["rms_norm_eps"] = eps[0] if eps else 1e-5
     if "mlp" not in kinds:
         changed["intermediate_size"] = config.get("intermediate_size") or 1  # of no block
     for key in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"):

@@ -30,6 +30,9 @@ from models.layers.routed_experts import RoutedExperts, read_routed_experts
 
 MOST_LAYERS = 10_000
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+# (rms_norm_eps, rope_theta) of families whose config.json does not say, as in transformers.
+_EPS_AND_THETA = {"MixtralForCausalLM": (1e-5, 1e6)}
+_USUAL_EPS_AND_THETA = (1e-6, 1e4)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -116,7 +119,9 @@ class ModelConfig:
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         max_positions = read.size("max_position_embeddings")
-        rope_parameters = _rope_parameters(config)
+        architecture = _architecture(config)
+        default_eps, default_theta = _EPS_AND_THETA.get(architecture, _USUAL_EPS_AND_THETA)
+        rope_parameters = _rope_parameters(config, default_theta)
         rope = rope_from_parameters(rope_parameters, max_positions)
         share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
         if not 0.0 < share <= 1.0:
@@ -128,7 +133,6 @@ class ModelConfig:
             )
         eos = _token_ids((generation or {}).get("eos_token_id")) or _token_ids(config.get("eos_token_id"))
         bos = _token_ids(config.get("bos_token_id"))
-        architecture = _architecture(config)
         return cls(
             architecture=architecture,
             vocab_size=read.size("vocab_size"),
@@ -139,7 +143,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             rotary_dim=rotary_dim,
-            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=read.number("rms_norm_eps", default_eps),
             max_length=_max_length(rope, max_positions),
             rope=rope,
             dtype=_dtype(config),
@@ -201,13 +205,13 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
         raise ValueError("sliding-window attention is not supported; only 'full_attention' layers are")
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """transformers 5 writes everything in rope_parameters; transformers 4 rope_theta beside rope_scaling."""
     parameters = given_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError("rope parameters that differ by layer type are not supported")
     if parameters.get("rope_theta") is None:
-        parameters["rope_theta"] = config.get("rope_theta") or 10000.0
+        parameters["rope_theta"] = config.get("rope_theta") or default_theta
     if config.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     if config.get("original_max_position_embeddings") is not None:

@@ -17,6 +17,7 @@ from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
 from models.registry import model_class
 from tests.models.tiny_checkpoint import TINY
 from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_nemotron import NEMOTRON
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -85,11 +86,20 @@ def test_rope_beside_the_text_config_is_refused(key: str) -> None:
         ModelConfig.from_dict({**BESIDE_IMAGES, key: OLD_YARN})
 
 
-def test_absent_and_null_keys_take_transformers_defaults() -> None:
-    config = {key: value for key, value in TINY.items() if key not in ("rope_parameters", "dtype")}
+@pytest.mark.parametrize(
+    ("family", "eps", "theta"),
+    [
+        ({}, 1e-6, 1e4),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}, 1e-5, 1e6),
+        ({**NEMOTRON, "attention_bias": False, "layer_norm_epsilon": None}, 1e-5, 1e4),
+    ],
+    ids=["qwen3", "mixtral", "nemotron-h"],
+)
+def test_absent_and_null_keys_take_transformers_defaults(family: dict[str, Any], eps: float, theta: float) -> None:
+    config = {key: value for key, value in (TINY | family).items() if key not in ("rope_parameters", "dtype")}
     config |= {"rope_scaling": None, "head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": None}
     read = ModelConfig.from_dict(config)
-    assert read.rope == DefaultRope(10000.0)
+    assert (read.rms_norm_eps, read.rope) == (eps, DefaultRope(theta))
     assert read.head_dim == read.rotary_dim == TINY["hidden_size"] // TINY["num_attention_heads"]
     assert read.kv_heads == read.heads == TINY["num_attention_heads"]
     assert read.dtype == torch.float32
