@@ -93,16 +93,22 @@ class ModelConfig:
             raise ModelConfigError(
                 f"{folder} holds no config.json; --model must be a folder as transformers' save_pretrained writes it"
             )
+        config = read_json_object(path)
         generation_path = folder / "generation_config.json"
         generation = read_json_object(generation_path) if generation_path.is_file() else {}
         try:
-            return cls.from_dict(read_json_object(path), generation)
+            eos = _token_ids(generation, "eos_token_id")
+        except ValueError as error:
+            raise ModelConfigError(f"{generation_path}: {error}") from error
+        try:
+            return cls.from_dict(config, eos)
         except ValueError as error:
             raise ModelConfigError(f"{path}: {error}") from error
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """From the parsed content of config.json and generation_config.json (whose eos ids win). Raises ValueError."""
+    def from_dict(cls, config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+        """From the parsed content of config.json, in place of whose eos ids ``eos_token_ids`` stand, if any: those of
+        generation_config.json. Raises ValueError."""
         blocks = block_kinds(config) if has_blocks(config) else ()
         if blocks:
             config = usual_block_keys(config)
@@ -131,8 +137,7 @@ class ModelConfig:
             raise ValueError(
                 f"the rotated part of a head must be even, but head_dim {head_dim} rotates {rotary_dim} dims"
             )
-        eos = _token_ids((generation or {}).get("eos_token_id")) or _token_ids(config.get("eos_token_id"))
-        bos = _token_ids(config.get("bos_token_id"))
+        bos = _token_ids(config, "bos_token_id")
         return cls(
             architecture=architecture,
             vocab_size=read.size("vocab_size"),
@@ -151,7 +156,7 @@ class ModelConfig:
             attention_bias=read.flag("attention_bias"),
             mlp_bias=read.flag("mlp_bias"),
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=eos,
+            eos_token_ids=eos_token_ids or _token_ids(config, "eos_token_id"),
             experts=read_routed_experts(architecture, config),
             delta=delta,
             blocks=blocks,
@@ -244,9 +249,10 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A token id, a list of them, or nothing."""
+    value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31 for token in ids):
-        raise ValueError(f"token ids must be non-negative integers below 2**31, not {value!r}")
+        raise ValueError(f"{key!r} must be a token id or a list of them, integers from 0 to 2**31 - 1, not {value!r}")
     return tuple(ids)

@@ -124,6 +124,15 @@ def test_eos_ids_of_the_generation_config_win(
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("ids", ["<|im_end|>", [1, None], [[]], True, -1])
+def test_a_bad_eos_id_of_the_generation_config_is_named_by_its_file(tmp_path: Path, ids: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelConfigError, match=r"/generation_config\.json: 'eos_token_id' must be .*, not") as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert repr(ids) in str(caught.value)
+
+
 def test_yarn_extends_the_context() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
     config = tiny(rope_parameters=yarn, max_position_embeddings=40960)
@@ -185,8 +194,8 @@ def test_partial_rotation() -> None:
         ({"num_hidden_layers": 10_001}, "'num_hidden_layers' must be at most 10000"),
         ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number, not nan"),
         ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is not supported"),
-        ({"eos_token_id": [-1]}, "token ids must be non-negative integers"),
-        ({"eos_token_id": 2**31}, "token ids must be non-negative integers below 2**31"),
+        ({"eos_token_id": [-1]}, "'eos_token_id' must be a token id or a list of them"),
+        ({"bos_token_id": 2**31}, "'bos_token_id' must be a token id or a list of them"),
     ],
 )
 def test_what_is_refused_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
