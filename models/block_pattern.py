@@ -103,7 +103,9 @@ def mtp_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
     key = "mtp_layers_block_type" if words else "mtp_hybrid_override_pattern"
     given = words or letters or "*E"
     known: Mapping[str, BlockKind] = _WORDS if words else _LETTERS
-    if not isinstance(given, list if words else str) or any(kind not in known for kind in given):
+    if not isinstance(given, list if words else str) or any(
+        not isinstance(kind, str) or kind not in known for kind in given
+    ):
         raise ValueError(f"{key!r} is {given!r}; known kinds are {', '.join(map(repr, known))}")
     return tuple(known[kind] for kind in given)
 

@@ -305,6 +305,8 @@ def _refuse_other_heads(config: Mapping[str, Any], eagle: Mapping[str, Any]) -> 
         if eagle.get(name) is False:
             raise ValueError(f"{name!r} is false, but only EAGLE-3 heads with it are implemented")
     types = config.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ValueError(f"'layer_types' must be a list, not {types!r}")
     windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if windowed or any(kind != "full_attention" for kind in types):
         raise ValueError(

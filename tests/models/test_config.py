@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from models.config import ModelConfig, ModelConfigError
+from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
 from models.registry import model_class
+from tests.models.drafters.tiny_drafters import dflash_config, eagle3_config, mtp_config
 from tests.models.tiny_checkpoint import TINY
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
@@ -267,30 +270,56 @@ ODD_VALUES: list[Any] = [None, True, 0, -1, 3, 10**30, 0.5, 1e308, float("nan"),
 ODD_VALUES += [{}, {"a": 1}, {"rope_type": "yarn"}]
 
 
-def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(tmp_path: Path) -> None:
-    """2,000 folders with one or two odd values: nothing but ModelConfigError, and frequencies that are numbers."""
+HYBRID: dict[str, Any] = TINY | {"head_dim": 16} | FAMILIES["qwen3.5-moe"]
+HYBRID = {key: value for key, value in HYBRID.items() if key != "partial_rotary_factor"}
+NEMOTRON_MTP: dict[str, Any] = TINY | NEMOTRON | {"attention_bias": False, "num_nextn_predict_layers": 1}
+NEMOTRON_MTP["mtp_layers_block_type"] = ["attention", "moe"]
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "is_causal": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"),
+    [
+        (
+            ModelConfig,
+            [
+                TINY | {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+                TINY | {"rope_parameters": YARN, "rope_scaling": YARN},
+                TINY | {"layer_types": ["full_attention"] * 2, "sliding_window": 3, "max_window_layers": 2},
+            ],
+        ),
+        (ModelConfig, [HYBRID, {**BESIDE_IMAGES, "rope_scaling": None}]),
+        (ModelConfig, [NEMOTRON_MTP]),
+        (DFlashConfig, [dflash_config(**FULL)]),
+        (MTPConfig, [mtp_config()]),
+        (Eagle3Config, [eagle3_config(**FULL)]),
+    ],
+    ids=["attention", "hybrid", "nemotron-h", "dflash", "mtp", "eagle3"],
+)
+def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(
+    kind: type[ModelConfig | DFlashConfig | MTPConfig | Eagle3Config], bases: list[dict[str, Any]]
+) -> None:
+    """2,000 configs with one or two odd values: nothing but ValueError, and frequencies that are numbers."""
     draw, understood = random.Random(0), 0
-    sliding: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window": 3, "max_window_layers": 2}
-    bases: list[dict[str, Any]] = [
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
-        {"rope_parameters": YARN},
-        sliding,
-    ]
     for _ in range(2000):
-        config = json.loads(json.dumps(TINY | draw.choice(bases)))
+        config = json.loads(json.dumps(draw.choice(bases)))
         for _ in range(draw.choice((1, 1, 2))):
-            rope = config.get("rope_parameters")
-            place = rope if isinstance(rope, dict) and rope and draw.random() < 0.4 else config
-            place[draw.choice(list(place))] = draw.choice(ODD_VALUES)
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": draw.choice([1, 2, *ODD_VALUES])}))
+            place = draw.choice(objects_in(config))
+            place[draw.choice(list(place))] = deepcopy(draw.choice(ODD_VALUES))
         try:
-            read = ModelConfig.from_folder(tmp_path)
-        except ModelConfigError:
+            read = kind.from_dict(config)
+        except ValueError:
             continue
         understood += 1
-        assert bool(read.rope.frequencies(read.rotary_dim).isfinite().all())
+        model = read if isinstance(read, ModelConfig) else read.model
+        assert bool(model.rope.frequencies(model.rotary_dim).isfinite().all())
     assert 50 < understood < 1000
+
+
+def objects_in(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The object itself and those inside it, unless they are empty."""
+    inner = [found for value in config.values() if isinstance(value, dict) for found in objects_in(value)]
+    return [config, *inner] if config else []
 
 
 def test_sliding_window_that_no_layer_uses_is_fine() -> None:
