@@ -41,7 +41,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems wit
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt ended. ``seconds``: from start to end. ``reason`` is empty when the point is done. ``job`` and
-    ``start`` as in Began."""
+    ``start`` as in Began. ``given_up``: later starts of ``job`` do not try the point again."""
 
     state: Literal["done", "failed"]
     reason: str = ""
@@ -51,6 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     job: str | None = None
     start: int = 0
+    given_up: bool = False
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,8 +193,9 @@ class Ledger:
             raise SweepError(f"--attempt {folder} is no attempt under way: it was filed or cleared away")
         return Attempt(folder, planned.point, began)
 
-    def file(self, attempt: Attempt, reason: str, exit_code: int | None) -> Path:
-        """End an attempt: done when ``reason`` is empty, else failed. Returns where it is now.
+    def file(self, attempt: Attempt, reason: str, exit_code: int | None, *, given_up: bool = False) -> Path:
+        """End an attempt: done when ``reason`` is empty, else failed. Returns where it is now. ``given_up`` as in
+        Outcome.
 
         Where somebody else was done with the point first, theirs stays and this one is thrown away.
         """
@@ -206,6 +208,7 @@ class Ledger:
             host=attempt.began.host,
             job=attempt.began.job,
             start=attempt.began.start,
+            given_up=given_up,
         )
         write_file(attempt.folder / "outcome.json", msgspec.json.encode(outcome))
         _sync_tree(attempt.folder)

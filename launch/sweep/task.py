@@ -34,6 +34,7 @@ def _begin(options: SweepOptions, environ: Mapping[str, str]) -> int:
 
     In it, for bash: ``command``, the arguments after ``python -m launch``, each with a zero byte behind it, and
     ``ranks-per-node``. A point that failed in an earlier start of the job is tried again: its node may have been lost.
+    One that the time limit ended too often is not.
     """
     job, start = _this_task(environ)
     ledger, points = _task_points(options)
@@ -41,7 +42,10 @@ def _begin(options: SweepOptions, environ: Mapping[str, str]) -> int:
     failed = {
         key
         for key, folders in ledger.failed().items()
-        if any((found := ledger.outcome(folder)) and (found.job, found.start) == (job, start) for folder in folders)
+        if any(
+            (found := ledger.outcome(folder)) and found.job == job and (found.start == start or found.given_up)
+            for folder in folders
+        )
     }
     left = [(point, ranks) for point, ranks in points if point.key not in done and point.key not in failed]
     if not left:
@@ -87,6 +91,7 @@ def _end(options: SweepOptions) -> int:
         raise SweepError("end needs --out and --attempt, the folder that begin printed")
     ledger = Ledger(options.out)
     attempt = ledger.reopen(options.attempt)
+    given_up = False
     if options.exit_code == 0 or options.asked not in ("USR1", "TERM"):
         reason = why_failed(attempt.folder, options.exit_code)
     elif options.asked == "TERM":
@@ -97,8 +102,9 @@ def _end(options: SweepOptions) -> int:
         if before + 1 < GIVE_UP_AFTER:
             ledger.interrupt(attempt)
             return NOTHING_LEFT
+        given_up = True  # the script requeues itself after any USR1
         reason = f"the time limit ended it {before + 1} times: write more minutes: in the grid"
-    ledger.file(attempt, reason, options.exit_code)
+    ledger.file(attempt, reason, options.exit_code, given_up=given_up)
     return SOME_FAILED if reason else 0
 
 

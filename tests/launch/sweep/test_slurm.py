@@ -314,6 +314,10 @@ def test_the_time_limit_gives_a_point_back_and_at_last_gives_up(
     outcome = it.ledger.outcome(folder)
     assert outcome is not None
     assert outcome.reason == f"the time limit ended it {GIVE_UP_AFTER} times: write more minutes: in the grid"
+    it.requeue()
+    assert it.begin()[0] == 1, "nothing is tried again"
+    it.environ["SLURM_ARRAY_JOB_ID"] = "71"
+    assert it.begin()[0] == 0, "but by a job that was handed in since"
 
 
 def test_a_point_that_was_done_in_time_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
