@@ -23,6 +23,7 @@ from launch.sweep.outcome import point_rows
 from launch.sweep.point import Point, Setting, SweepError, shown_setting
 
 PERCENTILES = (50, 90, 99)
+_UNREADABLE = "its point.json or outcome.json cannot be read: remove the folder to measure the point again"
 FORMAT = 1
 
 
@@ -89,22 +90,26 @@ def read_report(path: Path) -> Report:
 
 
 def report_of(ledger: Ledger) -> Report:
-    """From the finished and failed points of a ledger. Raises SweepError where it has neither."""
+    """From the finished and failed points of a ledger. Raises SweepError where it has neither, or damaged results."""
     plan = ledger.plan()
     rows: list[Row] = []
     environments: dict[str, dict[str, list[str]]] = {}
+    unreadable = ledger.done()
     for point, folder, _ in ledger.finished_points():
+        unreadable.discard(folder.name)
         rows += _rows_of(point, folder)
         for fact, value in _facts(folder):
             environments.setdefault(fact, {}).setdefault(value, []).append(point.key)
     planned = {entry.key: entry.point for entry in plan.points}
+    ended = [
+        (key, folders[-1], outcome.reason if (outcome := ledger.outcome(folders[-1])) else "no outcome was written")
+        for key, folders in ledger.failed().items()
+    ]
+    ended += [(key, ledger.folder(key), _UNREADABLE) for key in sorted(unreadable)]
     failures = []
-    for key, folders in ledger.failed().items():
-        outcome = ledger.outcome(folders[-1])
+    for key, folder, reason in ended:
         label = planned[key].label(tuple(plan.varied)) if key in planned else key
-        failures.append(
-            Failure(key, label or key, outcome.reason if outcome else "no outcome was written", str(folders[-1]))
-        )
+        failures.append(Failure(key, label or key, reason, str(folder)))
     if not rows and not failures:
         raise SweepError(f"{ledger.out} has no finished point yet: there is nothing to report")
     return Report(
@@ -139,16 +144,26 @@ def _rows_of(point: Point, folder: Path) -> list[Row]:
 
 def _percentiles(results: Path, flat: Mapping[str, Any]) -> dict[str, float]:
     """Of TPOT over requests, from the runs of one batch."""
-    pattern = {"latency": f"*.b{flat['batch']}-run*.json", "serve": f"*.{flat.get('label')}-run*.json"}.get(
+    pattern = {"latency": f"*.b{flat.get('batch')}-run*.json", "serve": f"*.{flat.get('label')}-run*.json"}.get(
         str(flat.get("kind")), "*.run*.json"
     )
-    runs = [msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) for path in results.glob(pattern)]
+    runs = [_object(path) for path in results.glob(pattern)]
     found = {}
     for percent in PERCENTILES:
         values = [value for run in runs if (value := run.get(f"p{percent}_tpot_ms")) is not None]
         if values:
             found[str(percent)] = statistics.median(values)
     return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises SweepError, which names the file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise SweepError(
+            f"{path} cannot be read: {error}; remove it, or its point's folder to measure it again"
+        ) from None
 
 
 # ---- what it was measured on ----
@@ -161,7 +176,7 @@ _GPU_FACTS = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"
 def _facts(folder: Path) -> Iterable[tuple[str, str]]:
     """(fact, value) of everything that two measurements should have in common."""
     for path in sorted((folder / "results").glob("*.environment.json"))[:1]:
-        record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        record = _object(path)
         for fact in _PLAIN_FACTS:
             if record.get(fact) is not None:
                 yield fact, str(record[fact])

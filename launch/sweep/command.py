@@ -44,12 +44,19 @@ def run(command: SweepCommand, environ: Mapping[str, str], dry_run: DryRun, writ
     except BrokenPipeError:  # a pager that was left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a disk that is full, a folder that is not ours
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"lockstride sweep {command.subcommand}: error: {said}", file=sys.stderr)
+        return USAGE
 
 
 def _grid_and_ledger(options: SweepOptions) -> tuple[Grid, Ledger]:
     if options.grid is None:
         raise SweepError("a grid file is needed: sweep plan GRID")
-    return read_grid(options.grid), Ledger(options.out or Path(options.grid.stem))
+    out = options.out or Path(options.grid.stem)
+    if out.is_file():  # such as a grid file whose name has no ending
+        raise SweepError(f"the ledger would be {out}, which is a file: type --out FOLDER")
+    return read_grid(options.grid), Ledger(out)
 
 
 def _out(options: SweepOptions) -> Path:

@@ -77,6 +77,10 @@ def read_grid(path: Path) -> Grid:
         raise SweepError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except SweepError as error:
         raise SweepError(f"{path}: {error}") from None
+    except ValueError as error:  # a date that there is not, a number of thousands of digits
+        raise SweepError(f"{path} has a value that YAML cannot read: {error}") from None
+    except RecursionError:
+        raise SweepError(f"{path} is nested too deeply") from None
     try:
         return grid_of(content, path.stem)
     except SweepError as error:
@@ -247,9 +251,10 @@ def _refuse_repeated_keys(node: yaml.Node | None, seen: set[int]) -> None:
     if isinstance(node, yaml.MappingNode):
         keys: set[str] = set()
         for key, value in node.value:
-            if key.value in keys:
-                raise SweepError(f"line {key.start_mark.line + 1} sets {key.value!r} a second time")
-            keys.add(str(key.value))
+            if isinstance(key, yaml.ScalarNode):  # the loader refuses any other key
+                if key.value in keys:
+                    raise SweepError(f"line {key.start_mark.line + 1} sets {key.value!r} a second time")
+                keys.add(key.value)
             _refuse_repeated_keys(value, seen)
     elif isinstance(node, yaml.SequenceNode):
         for child in node.value:

@@ -36,6 +36,7 @@ from launch.sweep.point import Measurement, Point, Setting, SweepError
 
 _T = TypeVar("_T")
 
+_OUTCOME_BYTES = 4096  # on disk before a point runs: a disk that it fills must not cost its measurement
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems without locks say
 
 
@@ -179,11 +180,18 @@ class Ledger:
         """A new folder to run ``point`` in. ``job`` and ``start`` as in Began."""
         folder = self._work / f"{point.key}-{secrets.token_hex(4)}"
         new = folder.with_name(f".{folder.name}")  # seen by nobody until it says who began it
-        (new / "results").mkdir(parents=True)
         began = Began(began=time.time(), host=socket.gethostname(), process=os.getpid(), job=job, start=start)
-        write_file(new / "point.json", msgspec.json.encode(PlannedPoint.of(point)))
-        write_file(new / "began.json", msgspec.json.encode(began))
-        new.rename(folder)
+        try:
+            (new / "results").mkdir(parents=True)
+            for parent in (self._points, self._failed):
+                parent.mkdir(exist_ok=True)
+            write_file(new / "point.json", msgspec.json.encode(PlannedPoint.of(point)))
+            write_file(new / "outcome.json", b" " * _OUTCOME_BYTES)
+            write_file(new / "began.json", msgspec.json.encode(began))
+            new.rename(folder)
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         return Attempt(folder, point, began)
 
     def reopen(self, folder: Path) -> Attempt:
@@ -210,10 +218,9 @@ class Ledger:
             start=attempt.began.start,
             given_up=given_up,
         )
-        write_file(attempt.folder / "outcome.json", msgspec.json.encode(outcome))
+        _overwrite(attempt.folder / "outcome.json", msgspec.json.encode(outcome))
         _sync_tree(attempt.folder)
         target = self._failed / attempt.folder.name if reason else self._points / attempt.point.key
-        target.parent.mkdir(exist_ok=True)
         try:
             attempt.folder.rename(target)
         except OSError as error:
@@ -277,13 +284,25 @@ class Ledger:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Whole or not at all, and on disk when this returns."""
+    """Whole or not at all, and on disk when this returns. Raises OSError, with ``path`` as its file."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with new.open("wb") as stream:
+    try:
+        with new.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    """In the blocks that the file has, for a folder that nobody reads yet."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(path)
+        stream.truncate()
 
 
 def _lock(descriptor: int) -> bool:

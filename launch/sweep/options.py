@@ -226,7 +226,8 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[argparse.ArgumentParser], None],
         _run_options,
         "run the points on this machine, one after the other",
         "Every point as a process of its own, under torchrun where it has several ranks. Exit code: 0 all points are "
-        "done, 1 some failed (their folders say why), 2 the command line or the grid is wrong, 130 or 143 interrupted.",
+        "done, 1 some failed (their folders say why), 2 the command line or the grid is wrong or the ledger cannot be "
+        "written, 130 or 143 interrupted.",
     ),
     (
         "submit",

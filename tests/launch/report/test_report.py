@@ -114,6 +114,33 @@ def test_a_ledger_without_points_is_refused(tmp_path: Path) -> None:
         read_report(tmp_path / "report.json")
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("results/latency-x.b8-run7.json", '{"p50_tpot_ms": 1'),
+        ("results/a.environment.json", '{"commit": '),
+        ("results", '{"kind": "latency"}\n'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str) -> None:
+    ledger = write_ledger(tmp_path, grid=small_grid())
+    point = next(point for point in small_grid().points if point.settings["batch"] == 8)
+    path = ledger.folder(point.key) / file
+    (path / "x.points.jsonl" if path.is_dir() else path).write_text(content)
+    assert run_sweep(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
+    assert f"lockstride sweep report: error: {path} " in capsys.readouterr().err
+
+
+def test_a_finished_point_without_an_outcome_stands_under_failures(tmp_path: Path) -> None:
+    ledger, (first, *_) = write_ledger(tmp_path, grid=small_grid()), small_grid().points
+    (ledger.folder(first.key) / "outcome.json").write_text("")
+    report = report_of(ledger)
+    assert len({row.key for row in report.rows}) == 3
+    (failure,) = report.failures
+    assert (failure.key, failure.label, failure.folder) == (first.key, "tp1 batch1", str(ledger.folder(first.key)))
+    assert failure.reason.endswith("cannot be read: remove the folder to measure the point again")
+
+
 def test_a_report_is_read_back(whole: Path) -> None:
     as_json = read_report(whole / "report" / "report.json")
     from_ledger = report_of(Ledger(whole))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launch.__main__ import run_sweep
 from launch.bench.options import BenchCommand
 from launch.cli import build_parser, parse
 from launch.sweep.grid import MOST_POINTS, grid_of, read_grid
@@ -273,6 +274,10 @@ def test_a_grid_that_cannot_be_is_refused(content: Any, words: str) -> None:
         ("options: [1, 2", "is not YAML"),
         ("options: {model: !!python/object/apply:os.system [date]}", "is not YAML: could not determine a constructor"),
         ("\x00", "is not YAML"),
+        ("options: {model: {{ model }}}", "is not YAML: while constructing a mapping"),
+        ("options: {label: 2024-02-30}", "has a value that YAML cannot read: day is out of range for month"),
+        (f"options: {{seed: {'1' * 5000}}}", "has a value that YAML cannot read: Exceeds the limit"),
+        ("[" * 600, "is nested too deeply"),
         ("", "the following arguments are required: --model"),
     ],
 )
@@ -291,6 +296,16 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("latin.yaml", "long.yaml", "none.yaml"):
         with pytest.raises(SweepError, match=name):
             read_grid(tmp_path / name)
+
+
+def test_a_grid_file_is_not_taken_for_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file name without an ending is the default of --out, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "night").write_text("options: {model: m}\n")
+    assert run_sweep(parsed(SweepCommand, ["sweep", "plan", "night"]), {}) == 2
+    assert "error: the ledger would be night, which is a file: type --out FOLDER" in capsys.readouterr().err
 
 
 def test_a_file_is_named_after_itself(tmp_path: Path) -> None:

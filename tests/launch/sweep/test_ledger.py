@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+import launch.sweep.ledger as ledger_module
 from launch.sweep.grid import grid_of
 from launch.sweep.ledger import Attempt, Ledger
 from launch.sweep.point import Point, SweepError
@@ -43,6 +47,43 @@ def test_an_attempt_becomes_a_point_that_is_done(tmp_path: Path) -> None:
     outcome = ledger.outcome(folder)
     assert outcome is not None
     assert (outcome.state, outcome.reason, outcome.exit_code) == ("done", "", 0)
+
+
+@pytest.mark.parametrize("reason", ["", "it broke"])
+def test_a_disk_that_is_full_when_a_point_ends_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    ledger = Ledger(tmp_path)
+    attempt = ledger.begin(POINTS[0])
+    room = (attempt.folder / "outcome.json").stat()
+
+    def full(path: Path, *given: object, **more: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.setattr(ledger_module, "write_file", full)
+    folder = ledger.file(attempt, reason, 0)
+    outcome, written = ledger.outcome(folder), (folder / "outcome.json").stat()
+    assert outcome is not None
+    assert outcome.reason == reason
+    assert (written.st_ino, room.st_size) == (room.st_ino, 4096), "in blocks that it had before"
+    assert written.st_size < room.st_size
+
+
+def test_a_disk_that_is_full_before_a_point_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path)
+
+    def full(descriptor: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/plan.json'"):
+        ledger.begin_sweep(grid_with([1]), resume=False)
+    with pytest.raises(OSError, match="No space left on device"):
+        ledger.begin(POINTS[0])
+    assert [path for path in tmp_path.glob("**/*") if path.is_file()] == []
 
 
 def test_the_first_to_be_done_counts(tmp_path: Path) -> None:

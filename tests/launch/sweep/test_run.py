@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from launch.__main__ import run_sweep
 from launch.sweep.ledger import Ledger
+from launch.sweep.options import SweepCommand
 from launch.sweep.outcome import shown_exit, why_failed
 from launch.sweep.point import Point, SweepError, local_command
 from launch.sweep.run import run_here
+from tests.launch.api.parsed import parsed
 from tests.launch.sweep import kill_sweep, kill_sweep_jobs
 from tests.launch.sweep.fake_sweep import grid_with, journal_lines, results_of, run_fake, write_grid
 
@@ -103,6 +108,18 @@ def test_a_point_that_takes_too_long_has_failed(tmp_path: Path, monkeypatch: pyt
     assert outcome is not None
     assert outcome.reason == "it took longer than minutes: 1"
     assert results_of(out).keys() == {grid.points[1].key}
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_command_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    grid, out = write_grid(tmp_path, [1]), tmp_path / "out"
+    assert run_sweep(parsed(SweepCommand, ["sweep", "run", str(grid), "--out", str(out)]), {}) == 2
+    assert capsys.readouterr().err == f"lockstride sweep run: error: {out}/plan.json: No space left on device\n"
 
 
 def test_it_is_not_started_by_torchrun(tmp_path: Path) -> None:
