@@ -28,6 +28,7 @@ STYLE: Any = {  # of matplotlib's own kind of key, which cannot be named without
     "grid.alpha": 0.25,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "text.parse_math": False,  # a model's folder may have a $ in its name
     "svg.hashsalt": "lockstride",  # the same picture has the same bytes
 }
 _PANEL = (5.2, 3.6)  # inches

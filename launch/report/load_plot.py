@@ -8,7 +8,8 @@ Needs matplotlib (the extra ``plot``), imported only when something is drawn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ log = logging.getLogger("lockstride")
 
 
 class LoadPictures:
-    """What `bench serve` draws with. Without matplotlib it says so once and draws nothing."""
+    """What `bench serve` draws with. Without matplotlib it says so once and draws nothing. A picture that fails is a
+    warning: it costs nothing that was measured."""
 
     def __init__(self) -> None:
         self._missing = False
@@ -34,12 +36,20 @@ class LoadPictures:
     def timeline(
         self, rows: Sequence[Mapping[str, Any]], title: str, steady: tuple[float, float] | None, out: Path
     ) -> None:
-        if self._can_draw():
-            _save(timeline_figure(rows, title, steady), out)
+        self._draw(lambda: timeline_figure(rows, title, steady), out)
 
     def curve(self, points: Sequence[ServePoint], title: str, out: Path) -> None:
-        if self._can_draw():
-            _save(curve_figure({"": points}, title), out)
+        self._draw(lambda: curve_figure({"": points}, title), out)
+
+    def _draw(self, make: Callable[[], Figure], out: Path) -> None:
+        if not self._can_draw():
+            return
+        try:
+            _save(make(), out)
+        except Exception as error:
+            log.warning("%s is not drawn: %s", out, error)
+            with suppress(OSError):
+                out.unlink()  # of a full disk half of it is left
 
     def _can_draw(self) -> bool:
         if self._missing:

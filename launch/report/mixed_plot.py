@@ -226,7 +226,7 @@ def _draw_loop(axes: Axes, loop: ClosedLoop, colours: Mapping[str, str], words: 
                     axes.annotate(str(most), (rate, time), (4, 4), textcoords="offset points", fontsize=8)
     logarithmic(axes, "y")
     axes.set_xlim(left=0)
-    axes.set_title(f"{loop.model}, {_gpus(loop.ranks)}, closed loop: {words}")
+    axes.set_title(f"{loop.model}, {_gpus(loop.ranks)}, closed loop: {words}", parse_math=False)
     axes.set_xlabel("output tokens/s; numbers are requests at a time")
     axes.set_ylabel(f"{words} [ms]")
     axes.grid(alpha=0.3, which="both")

@@ -177,7 +177,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(bottom=0)
     hardware = next(iter(panel.ours.values())).hw
     groups = f", {panel.dp} groups" if panel.dp > 1 else ""
-    axes.set_title(f"{panel.model}, {panel.ranks} x {hardware}{groups}")
+    axes.set_title(f"{panel.model}, {panel.ranks} x {hardware}{groups}", parse_math=False)
     axes.set_xlabel("batch")
     axes.set_ylabel("time per output token [ms]")
     axes.grid(alpha=0.3)

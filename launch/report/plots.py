@@ -8,6 +8,7 @@ Needs matplotlib (the extra ``plot``), imported only when something is drawn.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_LABELS = 24  # in one Pareto panel
 
+log = logging.getLogger("lockstride")
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -39,7 +42,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A picture that the rows do not carry, and why."""
+    """A picture that the rows do not carry or that cannot be drawn, and why."""
 
     title: str
     why: str
@@ -61,14 +64,18 @@ def draw_all(rows: Sequence[Row]) -> list[Picture | Missing]:
     wanted += [(picture, of_batches) for picture in _PICTURES if of_batches or not of_load]
     with matplotlib.rc_context(STYLE):
         for (name, title, caption, why, draw), those in wanted:
-            figure = draw([row for row in those if row.tok_s is not None])
-            if figure is None:
-                drawn.append(Missing(title, why))
-            else:
+            try:
+                figure = draw([row for row in those if row.tok_s is not None])
+                if figure is None:
+                    drawn.append(Missing(title, why))
+                    continue
                 alt = f"{title}: {', '.join(panels(rows))}"
                 figure.draw_without_rendering()
                 figure.set_layout_engine("none")  # once is enough, and it is what takes the time
                 drawn.append(Picture(name, title, caption, alt, _saved(figure, "svg"), _saved(figure, "png")))
+            except Exception as error:  # the tables are worth a report without it
+                log.warning("%s: not drawn: %s", title, error)
+                drawn.append(Missing(title, f"{type(error).__name__}: {error}"))
     return drawn
 
 

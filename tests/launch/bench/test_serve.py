@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from launch.__main__ import main
 from launch.bench import command as bench
@@ -273,6 +274,23 @@ def test_a_disk_that_is_full_costs_the_files_and_not_the_figures(
     with pytest.raises(BenchError, match=r"\.json cannot be written: No space left on device"):
         measure(tmp_path, "--num-prompts 2 --num-warmups 0")
     assert "total_output_tokens" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_costs_no_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(figure: Figure, out: Path, **more: object) -> NoReturn:
+        out.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with caplog.at_level(logging.WARNING, "lockstride"):
+        assert measure(tmp_path, "--num-prompts 2 --max-concurrency 1,2 --num-warmups 0", LoadPictures()) == 0
+    assert [point["label"] for point in result(tmp_path, "points.jsonl")] == ["c1", "c2"]
+    said = [record.getMessage() for record in caplog.records if "is not drawn" in record.getMessage()]
+    assert len(said) == 3
+    assert all(line.endswith(".png is not drawn: [Errno 28] No space left on device") for line in said)
+    assert not list((tmp_path / "results").glob("*.png"))
 
 
 def test_an_interrupt_keeps_the_points_before_it(

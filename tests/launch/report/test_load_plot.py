@@ -78,6 +78,12 @@ def test_files_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml")
 
 
+def test_a_model_s_name_is_no_formula(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    LoadPictures().timeline(over_time(3), "a$x_{b$c", None, tmp_path / "t.svg")
+    assert "<!-- a$x_{b$c -->" in (tmp_path / "t.svg").read_text()
+    assert caplog.records == []
+
+
 def test_a_machine_without_matplotlib_measures_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,12 @@ def test_a_picture_is_written(tmp_path: Path, ending: str, begins: bytes, capsys
             assert f"<!-- {words} -->" in drawn
 
 
+def test_a_model_s_name_is_no_formula(tmp_path: Path) -> None:
+    out = tmp_path / "tpot.svg"
+    plot(BenchOptions(results=(results(tmp_path, "a", row(1, 5.0, model="a$x_{b$")),), out=out))
+    assert "<!-- a$x_{b$, 1 x H -->" in out.read_text()
+
+
 def test_a_fourth_panel_begins_another_line(tmp_path: Path) -> None:
     def size(models: int) -> tuple[float, float, int]:
         rows = [row(1, 5.0, model=f"model-{number}") for number in range(models)]

@@ -19,6 +19,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from launch.__main__ import run_sweep
+from launch.report import plots
 from launch.report.command import write_report
 from launch.report.compare import compare
 from launch.report.html import html
@@ -313,6 +314,24 @@ def test_pictures_that_the_rows_do_not_carry_are_named() -> None:
     assert all(isinstance(picture, Missing) for picture in draw_all([row()])), "a row without a rate"
     page = html(Report(name="r", created=0.0, rows=[row()]), draw_all([row()]), None)
     assert "Not drawn: it needs points that differ in tp alone." in page
+
+
+def test_a_model_s_name_is_no_formula() -> None:
+    drawn = draw_all([row(model="a$x_{b$", tok_s=1.0, tok_s_per_gpu=1.0, tok_s_per_user=1.0, tpot_ms=1000.0)])
+    pictures = [picture for picture in drawn if isinstance(picture, Picture)]
+    assert len(pictures) == 3
+    assert all(b"<!-- a$x_{b$ -->" in picture.svg for picture in pictures)
+
+
+def test_a_picture_that_fails_does_not_cost_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rows: Sequence[Row]) -> None:
+        raise ValueError("no glyph")
+
+    name, title, *rest, _ = plots._PICTURES[0]
+    monkeypatch.setattr(plots, "_PICTURES", ((name, title, *rest, broken), *plots._PICTURES[1:2]))
+    first, second = draw_all([row(tok_s=1.0, tpot_ms=1000.0)])
+    assert first == Missing(title, "ValueError: no glyph")
+    assert isinstance(second, Picture)
 
 
 # ---- points under load ----
