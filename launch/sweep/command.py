@@ -42,12 +42,26 @@ def run(command: SweepCommand, environ: Mapping[str, str], dry_run: DryRun, writ
         print(f"lockstride sweep {command.subcommand}: error: {error}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:  # a pager that was left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_to_nobody()
         return 0
     except OSError as error:  # a disk that is full, a folder that is not ours
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"lockstride sweep {command.subcommand}: error: {said}", file=sys.stderr)
         return USAGE
+
+
+def _say(line: str) -> None:
+    """A line of progress, seen at once in a file, too. The work goes on when its reader has left."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        _print_to_nobody()
+
+
+def _print_to_nobody() -> None:
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, sys.stdout.fileno())
+    os.close(nobody)
 
 
 def _grid_and_ledger(options: SweepOptions) -> tuple[Grid, Ledger]:
@@ -89,7 +103,7 @@ def _shown(chunk: Chunk) -> str:
 
 def _run(options: SweepOptions, environ: Mapping[str, str]) -> int:
     grid, ledger = _grid_and_ledger(options)
-    return run_here(grid, ledger, environ, resume=options.resume, retry_failed=options.retry_failed)
+    return run_here(grid, ledger, environ, resume=options.resume, retry_failed=options.retry_failed, say=_say)
 
 
 def _submit(options: SweepOptions, environ: Mapping[str, str]) -> int:
@@ -103,6 +117,7 @@ def _submit(options: SweepOptions, environ: Mapping[str, str]) -> int:
         max_array=options.max_array,
         throttle=options.throttle,
         show=options.show,
+        say=_say,
     )
     return 0
 

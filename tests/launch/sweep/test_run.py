@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import pytest
 
@@ -21,7 +22,7 @@ from launch.sweep.point import Point, SweepError, local_command
 from launch.sweep.run import run_here
 from tests.launch.api.parsed import parsed
 from tests.launch.sweep import kill_sweep, kill_sweep_jobs
-from tests.launch.sweep.fake_sweep import grid_with, journal_lines, results_of, run_fake, write_grid
+from tests.launch.sweep.fake_sweep import command_for, grid_with, journal_lines, results_of, run_fake, write_grid
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -120,6 +121,38 @@ def test_a_ledger_that_cannot_be_written_ends_the_command_with_2(
     grid, out = write_grid(tmp_path, [1]), tmp_path / "out"
     assert run_sweep(parsed(SweepCommand, ["sweep", "run", str(grid), "--out", str(out)]), {}) == 2
     assert capsys.readouterr().err == f"lockstride sweep run: error: {out}/plan.json: No space left on device\n"
+
+
+def run_command(grid: Path, out: Path, monkeypatch: pytest.MonkeyPatch, stdout: TextIO, looked: list[int]) -> int:
+    """The command line with fake points, and ``stdout``; appends how large that was before each point."""
+    quick = command_for(out, 0.0)
+
+    def command_of(point: Point, folder: Path) -> list[str]:
+        looked.append(os.fstat(stdout.fileno()).st_size)
+        return list(quick(point, folder))
+
+    monkeypatch.setattr("launch.sweep.command.run_here", partial(run_here, command_of=command_of))
+    monkeypatch.setattr(sys, "stdout", stdout)
+    return run_sweep(parsed(SweepCommand, ["sweep", "run", str(grid), "--out", str(out)]), {})
+
+
+def test_a_sweep_goes_on_when_the_reader_of_its_progress_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        assert run_command(write_grid(tmp_path, [1, 13, 2]), tmp_path / "out", monkeypatch, stdout, []) == 1
+    assert [rows[0]["batch"] for rows in results_of(tmp_path / "out").values()] == [1, 2]
+
+
+def test_progress_reaches_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    with (tmp_path / "log").open("w") as stdout:
+        assert run_command(write_grid(tmp_path, [1, 2]), tmp_path / "out", monkeypatch, stdout, looked) == 0
+    first, second = looked
+    assert first == len("[1/2] batch1 ...\n")
+    assert second > first + len("[1/2] batch1: done in ")
 
 
 def test_it_is_not_started_by_torchrun(tmp_path: Path) -> None:
