@@ -41,7 +41,7 @@ def write_report(
     if comparison is not None:
         say(
             f"against {against}: {comparison.count('faster')} faster, {comparison.count('slower')} slower, "
-            f"{comparison.count('same')} within their spread"
+            f"{comparison.count('same')} within their spread, {comparison.count('one run')} not judged (one run)"
         )
     say(str(target))
     return 0

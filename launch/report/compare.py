@@ -3,7 +3,7 @@
 Knows: which rows are the same measurement. Does not know: HTML; what made a difference (rows.py has the facts).
 
 Spread is the range over the runs of each point. Two ranges that overlap are called the same; with a handful of runs
-that is a modest claim, and ranges apart are no proof of a cause.
+that is a modest claim, and ranges apart are no proof of a cause. One run has no range: its change is shown, not judged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from launch.report.rows import Report, Row
 
-Verdict = Literal["faster", "slower", "same", "no rate"]
+Verdict = Literal["faster", "slower", "same", "one run", "no rate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def compare(report: Report, earlier: Report) -> Comparison:
     before = {row.identity: row for row in earlier.rows}
     after = {row.identity: row for row in report.rows}
     changes = [_change(before[identity], row) for identity, row in after.items() if identity in before]
-    changes.sort(key=lambda change: (change.verdict in ("same", "no rate"), -abs(change.change or 0.0)))
+    changes.sort(key=lambda change: (change.verdict not in ("faster", "slower"), -abs(change.change or 0.0)))
     return Comparison(
         earlier,
         changes,
@@ -58,6 +58,8 @@ def _change(then: Row, now: Row) -> Change:
     if not then.tpot_ms or not now.tpot_ms:
         return Change(then, now, None, "no rate")
     change = now.tpot_ms / then.tpot_ms - 1
+    if min(then.runs, now.runs) < 2:
+        return Change(then, now, change, "one run")
     (low_then, high_then), (low_now, high_now) = _range(then), _range(now)
     if low_now > high_then:
         return Change(then, now, change, "slower")

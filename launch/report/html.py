@@ -149,9 +149,11 @@ def _comparison(report: Report, comparison: Comparison, earlier_name: str) -> st
     facts = differences_between(report, earlier)
     parts = [
         f"<h2>Against {escape(earlier_name or earlier.name)}</h2>",
-        f'<p class="soft">The report of {when}. Faster or slower: the ranges of TPOT over runs do not overlap.</p>',
+        f'<p class="soft">The report of {when}. Faster or slower: the ranges of TPOT over runs do not overlap. '
+        "One run has no range: its change is not judged. TTFT is not judged either.</p>",
         f'<p><span class="faster">{comparison.count("faster")} faster</span>, <span class="slower">'
-        f"{comparison.count('slower')} slower</span>, {comparison.count('same')} within their spread; "
+        f"{comparison.count('slower')} slower</span>, {comparison.count('same')} within their spread, "
+        f"{comparison.count('one run')} not judged (one run); "
         f"{len(comparison.only_now)} only here, {len(comparison.only_then)} only there.</p>",
     ]
     if facts:
@@ -165,20 +167,32 @@ def _comparison(report: Report, comparison: Comparison, earlier_name: str) -> st
     for change in comparison.changes:
         share = "-" if change.change is None else f"{change.change:+.1%}"
         now, then = change.now, change.then
+        ttft = f"{now.ttft_s / then.ttft_s - 1:+.1%}" if now.ttft_s and then.ttft_s else "-"
         rows.append(
             [
                 escape(now.model),
                 escape(series_label(now, names)),
-                str(now.batch),
+                str(now.batch) if now.serve is None else f"load {point_name(now.serve)}",
                 _number(then.tpot_ms, 3),
                 _spread(then),
                 _number(now.tpot_ms, 3),
                 _spread(now),
                 f'<span class="{change.verdict.replace(" ", "-")}">{share} {change.verdict}</span>',
+                ttft,
             ]
         )
     if rows:
-        head = ("model", "settings", "batch", "TPOT then [ms]", "spread", "TPOT now [ms]", "spread", "change")
+        head = (
+            "model",
+            "settings",
+            "batch",
+            "TPOT then [ms]",
+            "spread",
+            "TPOT now [ms]",
+            "spread",
+            "change",
+            "TTFT change",
+        )
         parts.append(_html_table(head, rows, names=2))
     return "".join(parts)
 

@@ -242,6 +242,23 @@ def test_changes_beyond_the_spread_are_faster_or_slower() -> None:
     assert [r.batch for r in found.only_then] == [8]
 
 
+def test_one_run_is_shown_and_not_judged() -> None:
+    def measured(tpot_ms: float, ttft_s: float, runs: int) -> list[Row]:
+        serve = serve_point(64, 900.0)
+        return [row(kind="serve", batch=64, runs=runs, tpot_ms=tpot_ms, ttft_s=ttft_s, serve=asdict(serve))]
+
+    one, other, more = measured(10.0, 0.5, 1), measured(10.001, 5.0, 1), measured(10.001, 5.0, 3)
+    reports = [Report(name="r", created=0.0, rows=rows) for rows in (one, other, more)]
+    for now in reports[1:]:
+        found = compare(now, reports[0])
+        assert [change.verdict for change in found.changes] == ["one run"]
+        page = Page(html(now, [], found)).words
+        assert "0 within their spread, 1 not judged (one run)" in page
+        assert "load 64" in page
+        assert "+0.0% one run" in page
+        assert "+900.0%" in page, "TTFT may change where TPOT does not"
+
+
 def test_more_runs_are_the_same_measurement_and_another_option_is_not(tmp_path: Path) -> None:
     grids = [example_grid(exclude=[{"batch": [8, 32, 128]}, {"tp": [2, 4]}, {"depth": 0}])]
     content = {"grid": {"model": ["qwen3-0.6b", "qwen3-8b"], "batch": [1], "depth": [2]}}
@@ -356,11 +373,10 @@ def load_ledger(out: Path, slower: float = 1.0) -> Ledger:
         results = attempt.folder / "results"
         concurrency = point.settings.get("concurrency")
         if concurrency is None:
-            rows = [serve_point(None, 520.0 * rate / slower, rate, model="m") for rate in (2.0, 4.0)]
+            rows = [serve_point(None, 520.0 * rate / slower, rate, model="m", runs=2) for rate in (2.0, 4.0)]
         else:
-            rows = [
-                serve_point(int(concurrency), (100.0 + int(point.settings["block-size"])) * int(concurrency) / slower)
-            ]
+            rate = (100.0 + int(point.settings["block-size"])) * int(concurrency) / slower
+            rows = [serve_point(int(concurrency), rate, runs=2)]
         (results / "serve-x.points.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
         for row in rows:
             (results / f"serve-x.{row.label}-run0.json").write_text(
