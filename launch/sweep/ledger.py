@@ -8,6 +8,7 @@ Knows: folders, renames, locks. Does not know: what runs a point, or what its re
     OUT/work/<key>-<token>/     an attempt under way, or one whose sweep was killed
     OUT/interrupted/<key>-<token>/   an attempt that a time limit ended
     OUT/locks/<key>             held by whoever runs the point here, and by the process it started
+    OUT/locks/submit            held by `sweep submit`, or by every `sweep run`
     OUT/slurm/                  scripts, logs and job ids (submit.py)
 
 A folder appears under points/ or failed/ by one rename, when everything in it is on disk. A rename onto a point that is
@@ -34,6 +35,7 @@ import msgspec
 from launch.sweep.grid import Grid
 from launch.sweep.point import Measurement, Point, Setting, SweepError
 
+SUBMIT = "submit"  # the lock of who decides where points run: `sweep submit` alone, or all `sweep run` together
 _T = TypeVar("_T")
 
 _OUTCOME_BYTES = 4096  # on disk before a point runs: a disk that it fills must not cost its measurement
@@ -162,10 +164,7 @@ class Ledger:
     def begin_sweep(self, grid: Grid, *, resume: bool) -> None:
         """Write the plan. Raises SweepError when there is a ledger already and ``resume`` does not say so, and where
         there cannot be one."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SweepError(f"{self.out} cannot hold a sweep: {error.strerror}") from error
+        self._make(self.out)
         started = self.done() | self.failed().keys() | self.working().keys()
         if started and not resume:
             raise SweepError(
@@ -175,6 +174,12 @@ class Ledger:
         points = [PlannedPoint.of(point) for point in grid.points]
         plan = Plan(grid.name, list(grid.varied), points, grid.cluster.gpus_per_node)
         write_file(self.out / "plan.json", msgspec.json.format(msgspec.json.encode(plan), indent=1))
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SweepError(f"{self.out} cannot hold a sweep: {error.strerror}") from error
 
     def begin(self, point: Point, job: str | None = None, start: int = 0) -> Attempt:
         """A new folder to run ``point`` in. ``job`` and ``start`` as in Began."""
@@ -260,17 +265,18 @@ class Ledger:
     # ---- who runs a point ----
 
     @contextlib.contextmanager
-    def claim(self, key: str) -> Iterator[int | None]:
-        """The point's lock as a file descriptor, or None while somebody else holds it.
+    def claim(self, key: str, *, shared: bool = False) -> Iterator[int | None]:
+        """The point's lock as a file descriptor, or None while somebody else holds it; others may, too, if all of them
+        hold it ``shared``. Raises SweepError where there cannot be a ledger.
 
         A process that inherits the descriptor holds the lock too, until it ends: so a point stays claimed while any
         process of it lives. On file systems without locks the claim is always given.
         """
         folder = self.out / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._make(folder)
         descriptor = os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            held = _lock(descriptor)
+            held = _lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield descriptor if held else None
         finally:
             os.close(descriptor)
@@ -305,9 +311,9 @@ def _overwrite(path: Path, content: bytes) -> None:
         stream.truncate()
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return True

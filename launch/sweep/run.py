@@ -1,7 +1,7 @@
 """`sweep run`: the points of a grid here, one after the other, each a process of its own.
 
 Knows: which points are left, how a point's process is started, watched, ended. Does not know: what a point measures
-(point.py), how attempts are kept (ledger.py).
+(point.py), how attempts are kept (ledger.py), which points Slurm has (submit.py).
 
 A sweep may be killed at any moment. What it was running is told so by the kernel and ends; until it has ended it keeps
 the point's lock, so that the next sweep does not start the point beside it.
@@ -21,9 +21,11 @@ from typing import Any
 
 from launch.ranks.signals import Interrupts
 from launch.sweep.grid import Grid
-from launch.sweep.ledger import Attempt, Ledger
+from launch.sweep.ledger import SUBMIT, Attempt, Ledger
 from launch.sweep.outcome import point_rows, why_failed
 from launch.sweep.point import Point, SweepError, local_command
+from launch.sweep.slurm import Slurm
+from launch.sweep.submit import Jobs, left_of
 from launch.values import variable
 from runtime.watchdog.parent_death import die_with_parent
 
@@ -46,16 +48,34 @@ def run_here(
     command_of: CommandOf = local_command,
     say: Say = print,
 ) -> int:
-    """Run what is left of ``grid``; returns the exit code. Raises SweepError before anything is run."""
+    """Run what is left of ``grid``; returns the exit code. Raises SweepError before anything is run, also where Slurm
+    has points that are left."""
     if variable(environ, "WORLD_SIZE") > 1:
         raise SweepError("sweep run starts the ranks of each point itself: start it without torchrun")
-    ledger.begin_sweep(grid, resume=resume)
-    with Interrupts() as interrupts:
+    with ledger.claim(SUBMIT, shared=True) as lock, Interrupts() as interrupts:
+        if lock is None:
+            raise SweepError(f"a `sweep submit` over {ledger.out} is under way: wait for its end")
+        _refuse_what_slurm_has(left_of(grid, ledger, retry_failed), Jobs(ledger), Slurm(environ), say)
+        ledger.begin_sweep(grid, resume=resume)
         LocalSweep(grid, ledger, interrupts, retry_failed, command_of, say).run()
         if interrupts.signal is not None:
             say("interrupted: type the same with --resume to go on")
             return interrupts.exit_code
     return SOME_FAILED if ledger.failed().keys() & grid.by_key().keys() else 0
+
+
+def _refuse_what_slurm_has(left: Sequence[Point], jobs: Jobs, slurm: Slurm, say: Say) -> None:
+    try:
+        in_hand = jobs.in_hand(slurm)
+    except SweepError as error:  # perhaps the ledger was copied to a machine without Slurm
+        say(f"points may be run a second time: {error}")
+        return
+    if held := [point.key for point in left if point.key in in_hand]:
+        task = in_hand[held[0]]
+        raise SweepError(
+            f"Slurm has {len(held)} of the {len(left)} points that are left, {held[0]} as job {task.job}_{task.task}: "
+            "wait for them, or scancel them, or type another --out"
+        )
 
 
 class LocalSweep:

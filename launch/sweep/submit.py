@@ -13,6 +13,7 @@ means that the point is still to be done.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from launch.sweep.grid import Grid
-from launch.sweep.ledger import Ledger, write_file
+from launch.sweep.ledger import SUBMIT, Ledger, write_file
 from launch.sweep.point import Point, SweepError
 from launch.sweep.render import MAX_ARRAY, Chunk, chunks_of
 from launch.sweep.slurm import Slurm
@@ -134,7 +135,27 @@ def submit(
     show: bool,
     say: Callable[[str], None] = print,
 ) -> list[str]:
-    """Hand in arrays for the points that nobody has; returns their job ids. Raises SweepError."""
+    """Hand in arrays for the points that nobody has; returns their job ids. Raises SweepError, also while points of the
+    ledger are handed in or run by another process."""
+    with contextlib.nullcontext(0) if show else ledger.claim(SUBMIT) as lock:
+        if lock is None:
+            raise SweepError(
+                f"another `sweep submit` or a `sweep run` over {ledger.out} is under way: wait for its end"
+            )
+        return _submit(grid, ledger, slurm, resume, retry_failed, max_array, throttle, show, say)
+
+
+def _submit(
+    grid: Grid,
+    ledger: Ledger,
+    slurm: Slurm,
+    resume: bool,
+    retry_failed: bool,
+    max_array: int | None,
+    throttle: int | None,
+    show: bool,
+    say: Callable[[str], None],
+) -> list[str]:
     jobs = Jobs(ledger)
     if jobs.recorded() and not resume:
         raise SweepError(f"{ledger.out} has jobs in Slurm already: type --resume to hand in what they do not have")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,20 @@ def command_for(out: Path, seconds: float) -> Any:
 
 
 def run_fake(
-    grid: Grid, out: Path, *, resume: bool = False, retry_failed: bool = False, seconds: float = 0.0
+    grid: Grid,
+    out: Path,
+    *,
+    resume: bool = False,
+    retry_failed: bool = False,
+    seconds: float = 0.0,
+    environ: Mapping[str, str] | None = None,
 ) -> tuple[int, list[str]]:
     """The exit code, and what was said."""
     said: list[str] = []
     code = run_here(
         grid,
         Ledger(out),
-        {},
+        environ or {},
         resume=resume,
         retry_failed=retry_failed,
         command_of=command_for(out, seconds),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.sweep.grid import Grid, grid_of
-from launch.sweep.ledger import Ledger
+from launch.sweep.ledger import SUBMIT, Ledger
 from launch.sweep.options import GIVE_UP_AFTER, SweepCommand
 from launch.sweep.point import SweepError
 from launch.sweep.render import MARK, TEMPLATE, chunks_of, shape_of
@@ -21,7 +21,7 @@ from launch.sweep.submit import Jobs, render, submit
 from launch.sweep.task import NOTHING_LEFT, task
 from tests.launch.api.parsed import parsed
 from tests.launch.sweep.fake_slurm import FakeSlurm
-from tests.launch.sweep.fake_sweep import grid_with, write_grid
+from tests.launch.sweep.fake_sweep import grid_with, journal_lines, run_fake, write_grid
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -144,6 +144,52 @@ def test_a_grid_is_handed_in_once(tmp_path: Path) -> None:
     assert {key: held.task for key, held in Jobs(ledger).in_hand(cluster.slurm).items()} == {
         point.key: number for number, point in enumerate(grid.points)
     }
+
+
+def test_two_submits_at_once_hand_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, ledger, grid = FakeSlurm(tmp_path / "slurm"), Ledger(tmp_path / "out"), grid_with([1, 2], minutes=5)
+    sbatch = cluster.slurm.submit
+
+    def slow(script: Path) -> str:
+        with pytest.raises(SweepError, match=f"another `sweep submit` or a `sweep run` over {ledger.out} is under way"):
+            hand_in(grid, Ledger(ledger.out), FakeSlurm(tmp_path / "other").slurm, resume=True)
+        with pytest.raises(SweepError, match=f"a `sweep submit` over {ledger.out} is under way: wait for its end"):
+            run_fake(grid, ledger.out, resume=True)
+        return sbatch(script)
+
+    monkeypatch.setattr(cluster.slurm, "submit", slow)
+    (job,) = hand_in(grid, ledger, cluster.slurm)
+    assert list(cluster.jobs) == [job]
+    assert hand_in(grid, ledger, cluster.slurm, resume=True) == []
+
+
+def test_points_are_not_run_here_beside_slurm(tmp_path: Path) -> None:
+    cluster, ledger, grid = FakeSlurm(tmp_path / "slurm"), Ledger(tmp_path / "out"), grid_with([1, 2, 3], minutes=5)
+    (job,) = hand_in(grid, ledger, cluster.slurm)
+    ledger.file(ledger.begin(grid.points[0], f"{job}_0"), "", 0)
+    cluster.move(job, 0, "COMPLETED")
+    cluster.move(job, 2, "CANCELLED")
+    words = (
+        rf"Slurm has 1 of the 2 points that are left, {grid.points[1].key} as job {job}_1: wait for them, or scancel"
+    )
+    with pytest.raises(SweepError, match=words):
+        run_fake(grid, ledger.out, resume=True, environ=cluster.environ)
+    assert journal_lines(ledger.out) == []
+    cluster.set(down=True)
+    code, said = run_fake(grid, ledger.out, resume=True, environ=cluster.environ)
+    assert code == 0
+    assert said[0].startswith("points may be run a second time: scontrol -o failed")
+    assert len(ledger.done()) == 3
+
+
+def test_nothing_is_handed_in_beside_a_sweep_that_runs_here(tmp_path: Path) -> None:
+    cluster, ledger, grid = FakeSlurm(tmp_path / "slurm"), Ledger(tmp_path / "out"), grid_with([1], minutes=5)
+    with ledger.claim(SUBMIT, shared=True):
+        assert run_fake(grid, ledger.out)[0] == 0, "two of those share the points"
+        with pytest.raises(SweepError, match="is under way: wait for its end"):
+            hand_in(grid, ledger, cluster.slurm, resume=True)
+        assert hand_in(grid, ledger, cluster.slurm, resume=True, show=True) == []
+    assert cluster.jobs == {}
 
 
 def test_slurm_s_limit_of_an_array_is_asked_for(tmp_path: Path) -> None:
