@@ -58,8 +58,7 @@ def _make_room(target: Path) -> None:
 
 
 def _summary(report: Report) -> str:
-    done = len({row.key for row in report.rows})
     failed = f", {len(report.failures)} failed" if report.failures else ""
     differing = differences_within(report)
     unlike = f"; not measured alike: {', '.join(fact for fact, _ in differing)}" if differing else ""
-    return f"{done} of {report.points_asked} points done{failed}{unlike}"
+    return f"{report.points_done}{failed}{unlike}"

@@ -91,13 +91,12 @@ def html(
 
 def _head(report: Report) -> str:
     made = datetime.fromtimestamp(report.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    done = len({row.key for row in report.rows})
     hardware = ", ".join(sorted({row.hw for row in report.rows})) or "nothing measured"
     failed = f', <span class="failed">{len(report.failures)} failed</span>' if report.failures else ""
     models = ", ".join(sorted({row.model for row in report.rows}))
     return (
         f"<h1>{escape(report.name)}</h1>"
-        f'<p class="soft">{escape(models)} on {escape(hardware)}; {done} of {report.points_asked} points done{failed}; '
+        f'<p class="soft">{escape(models)} on {escape(hardware)}; {report.points_done}{failed}; '
         f"report of {made}</p>"
     )
 

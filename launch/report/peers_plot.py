@@ -38,6 +38,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms_min: float | None = None
     tpot_ms_max: float | None = None
     roofline_floor_ms: float | None = None
+    precision: str = ""
+    input_len: int | None = None
+    output_len: int | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int | None = None
+
+    @property
+    def setup(self) -> tuple[str, ...]:
+        """What points of one line have in common beside model and ranks, in words. Their chain depth may differ: an
+        engine chooses it where nobody does."""
+        lengths = "" if self.input_len is None else f"{self.input_len}/{self.output_len} tokens"
+        guesses = (
+            "no speculation" if self.speculation is None else f"{self.speculation}, k = {self.num_speculative_tokens}"
+        )
+        return (self.precision, lengths, guesses)
 
 
 class PeerResult(msgspec.Struct, frozen=True):
@@ -58,11 +73,13 @@ class Peers(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Panel:
-    """One model on one number of ranks, in ``dp`` groups of ``tp``; points by batch."""
+    """One model on one number of ranks, in ``dp`` groups of ``tp``; points by batch. ``note``: the words of its points'
+    setup that tell it from other panels of these."""
 
     model: str
     tp: int
     dp: int = 1
+    note: str = ""
     ours: dict[int, Row] = field(default_factory=dict)
     peers: list[PeerResult] = field(default_factory=list)
 
@@ -102,17 +119,24 @@ def read_rows(results: Sequence[Path]) -> list[Row]:
 
 
 def panels(rows: Iterable[Row], peers: Sequence[PeerResult]) -> list[Panel]:
-    """One for each model and way to share it that was measured; of points measured again the latest counts.
+    """One for each model, way to share it, hardware and setup that was measured; of points measured again the latest
+    counts.
 
     Those that peers have figures for come first, then fewer ranks, then the smaller floor.
     """
-    found: dict[tuple[str, int, int], Panel] = {}
+    found: dict[tuple[str, int, int, str], dict[tuple[str, ...], Panel]] = {}
     for row in rows:
-        panel = found.setdefault((row.model, row.tp, row.dp), Panel(row.model, row.tp, row.dp))
-        panel.ours[row.batch] = row
-    for panel in found.values():
+        alike = found.setdefault((row.model, row.tp, row.dp, row.hw), {})
+        alike.setdefault(row.setup, Panel(row.model, row.tp, row.dp)).ours[row.batch] = row
+    for alike in found.values():
+        for setup, panel in alike.items():
+            panel.note = ", ".join(
+                word for word, *others in zip(setup, *alike, strict=True) if len({*others}) > 1 and word
+            )
+    drawn = [panel for alike in found.values() for panel in alike.values()]
+    for panel in drawn:
         panel.peers = [peer for peer in peers if peer.tp == panel.ranks and is_model(panel.model, peer.model)]
-    return sorted(found.values(), key=lambda p: (not p.peers, p.ranks, min(p.floor_ms.values(), default=0.0)))
+    return sorted(drawn, key=lambda p: (not p.peers, p.ranks, min(p.floor_ms.values(), default=0.0)))
 
 
 def is_model(folder: str, size: str) -> bool:
@@ -177,7 +201,8 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(bottom=0)
     hardware = next(iter(panel.ours.values())).hw
     groups = f", {panel.dp} groups" if panel.dp > 1 else ""
-    axes.set_title(f"{panel.model}, {panel.ranks} x {hardware}{groups}", parse_math=False)
+    note = f"\n{panel.note}" if panel.note else ""
+    axes.set_title(f"{panel.model}, {panel.ranks} x {hardware}{groups}{note}", parse_math=False)
     axes.set_xlabel("batch")
     axes.set_ylabel("time per output token [ms]")
     axes.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 from launch.bench.point import Measured, ServePoint
 from launch.sweep.ledger import Ledger
 from launch.sweep.outcome import point_rows
-from launch.sweep.point import Point, Setting, SweepError, shown_setting
+from launch.sweep.point import Point, Setting, SweepError, model_names, models_of, shown_setting
 
 PERCENTILES = (50, 90, 99)
 _UNREADABLE = "its point.json or outcome.json cannot be read: remove the folder to measure the point again"
@@ -65,7 +65,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All of it. ``environments``: fact -> value -> keys of the points it was so for. ``created``: seconds since 1970.
-    ``points_asked``: of the plan."""
+    ``points_asked``: of the plan. ``points_earlier``: with rows, but of a grid before."""
 
     format: int = FORMAT
     name: str
@@ -74,6 +74,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure] = []
     environments: dict[str, dict[str, list[str]]] = {}
     points_asked: int = 0
+    points_earlier: int = 0
+
+    @property
+    def points_done(self) -> str:
+        """``3 of 4 points done``."""
+        done = len({row.key for row in self.rows}) - self.points_earlier
+        earlier = f" and {self.points_earlier} of earlier grids" if self.points_earlier else ""
+        return f"{done} of {self.points_asked} points done{earlier}"
 
 
 def read_report(path: Path) -> Report:
@@ -92,12 +100,12 @@ def read_report(path: Path) -> Report:
 def report_of(ledger: Ledger) -> Report:
     """From the finished and failed points of a ledger. Raises SweepError where it has neither, or damaged results."""
     plan = ledger.plan()
-    rows: list[Row] = []
+    rows: list[tuple[Point, Row]] = []
     environments: dict[str, dict[str, list[str]]] = {}
     unreadable = ledger.done()
     for point, folder, _ in ledger.finished_points():
         unreadable.discard(folder.name)
-        rows += _rows_of(point, folder)
+        rows += [(point, row) for row in _rows_of(point, folder)]
         for fact, value in _facts(folder):
             environments.setdefault(fact, {}).setdefault(value, []).append(point.key)
     planned = {entry.key: entry.point for entry in plan.points}
@@ -106,20 +114,33 @@ def report_of(ledger: Ledger) -> Report:
         for key, folders in ledger.failed().items()
     ]
     ended += [(key, ledger.folder(key), _UNREADABLE) for key in sorted(unreadable)]
-    failures = []
+    failures, models = [], models_of(planned.values())
     for key, folder, reason in ended:
-        label = planned[key].label(tuple(plan.varied)) if key in planned else key
+        label = planned[key].label(tuple(plan.varied), models) if key in planned else key
         failures.append(Failure(key, label or key, reason, str(folder)))
     if not rows and not failures:
         raise SweepError(f"{ledger.out} has no finished point yet: there is nothing to report")
     return Report(
         name=plan.name,
         created=time.time(),
-        rows=rows,
+        rows=_with_models_apart(rows),
         failures=failures,
         environments=environments,
         points_asked=len(plan.points),
+        points_earlier=len({point.key for point, _ in rows} - planned.keys()),
     )
+
+
+def _with_models_apart(rows: Sequence[tuple[Point, Row]]) -> list[Row]:
+    """Rows call a model by its last folder; where two share that, each gets as many before it as tell them apart."""
+    found: dict[str, set[str]] = {}
+    for point, row in rows:
+        found.setdefault(row.model, set()).add(str(point.settings.get("model", row.model)))
+    shared = {name: model_names(models) for name, models in found.items() if len(models) > 1}
+    return [
+        replace(row, model=shared[row.model][str(point.settings["model"])]) if row.model in shared else row
+        for point, row in rows
+    ]
 
 
 _OWN_FIELDS = {"model", "tp", "ep", "dp", "batch", "concurrency", "depth", "dtype"}

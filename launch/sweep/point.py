@@ -13,7 +13,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -156,9 +156,28 @@ class Point:
                 reason = said.getvalue().rpartition("error: ")[2].strip()
                 raise SweepError(f"point {self.label(self.settings)}: launch bench {self.bench}: {reason}") from None
 
-    def label(self, names: Mapping[str, Setting] | tuple[str, ...]) -> str:
-        """Some of the settings for people: ``tp2 batch8 model=qwen3-8b``."""
-        return " ".join(shown_setting(name, self.settings[name]) for name in names if name in self.settings)
+    def label(self, names: Mapping[str, Setting] | tuple[str, ...], models: Mapping[str, str] | None = None) -> str:
+        """Some of the settings for people: ``tp2 batch8 qwen3-8b``. ``models``: see model_names."""
+        shown = {name: shown_setting(name, self.settings[name]) for name in names if name in self.settings}
+        if models and "model" in shown:
+            shown["model"] = models[str(self.settings["model"])]
+        return " ".join(shown.values())
+
+
+def model_names(models: Iterable[str]) -> dict[str, str]:
+    """Model -> its name for people: the last folder of its path, with as many before it as tell it from the others."""
+    parts = {model: Path(model).parts for model in models}
+    names = {}
+    for model, own in parts.items():
+        others = [path for other, path in parts.items() if other != model]
+        enough = (n for n in range(1, len(own) + 1) if all(path[-n:] != own[-n:] for path in others))
+        names[model] = str(Path(*own[-next(enough, len(own)) :]))
+    return names
+
+
+def models_of(points: Iterable[Point]) -> dict[str, str]:
+    """The names of their models."""
+    return model_names({str(point.settings["model"]) for point in points if "model" in point.settings})
 
 
 def shown_setting(name: str, value: Setting) -> str:

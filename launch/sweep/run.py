@@ -23,7 +23,7 @@ from launch.ranks.signals import Interrupts
 from launch.sweep.grid import Grid
 from launch.sweep.ledger import SUBMIT, Attempt, Ledger
 from launch.sweep.outcome import point_rows, why_failed
-from launch.sweep.point import Point, SweepError, local_command
+from launch.sweep.point import Point, SweepError, local_command, models_of
 from launch.sweep.slurm import Slurm
 from launch.sweep.submit import Jobs, left_of
 from launch.values import variable
@@ -97,6 +97,7 @@ class LocalSweep:
             if point.key not in done and (retry_failed or point.key not in self._failed_before)
         ]
         self._finished = len(grid.points) - len(self._left)
+        self._models = models_of(grid.points)
 
     def run(self) -> None:
         """Until every point is done or has failed, or a signal comes."""
@@ -126,7 +127,7 @@ class LocalSweep:
 
     def _run(self, attempt: Attempt, lock: int) -> None:
         point, total = attempt.point, len(self._grid.points)
-        title = point.label(self._grid.varied) or point.key
+        title = point.label(self._grid.varied, self._models) or point.key
         self._say(f"[{self._finished + 1}/{total}] {title} ...")
         began = time.monotonic()
         code, why_ended = self._execute(attempt, lock)

@@ -18,7 +18,7 @@ import msgspec
 
 from launch.sweep.estimate import estimate_seconds, runs_of
 from launch.sweep.ledger import Began, Ledger, Plan
-from launch.sweep.point import Point, SweepError
+from launch.sweep.point import Point, SweepError, models_of
 from launch.sweep.slurm import Slurm
 from launch.sweep.submit import InHand, Jobs, measured_points
 
@@ -112,9 +112,10 @@ class _Look:
         self._in_hand = in_hand
         self._done, self._failed, self._working = ledger.done(), ledger.failed(), ledger.working()
         self._points = {planned.key: planned.point for planned in plan.points}
+        self._models = models_of(self._points.values())
 
     def at(self, point: Point) -> PointStatus:
-        key, label = point.key, point.label(self._varied) or point.key
+        key, label = point.key, point.label(self._varied, self._models) or point.key
         if key in self._done:
             outcome = self._ledger.outcome(self._ledger.folder(key))
             if outcome is None:

@@ -38,6 +38,24 @@ def test_the_latest_of_a_point_counts(tmp_path: Path) -> None:
     assert panel.floor_ms == {1: 2.0, 8: 2.0}
 
 
+def test_points_of_another_setup_have_a_panel_of_their_own(tmp_path: Path) -> None:
+    plain = {"precision": "bfloat16", "input_len": 512, "output_len": 257, "speculation": None, "chain_depth": 2}
+    others: list[dict[str, Any]] = [{"speculation": "mtp", "num_speculative_tokens": 3}, {"input_len": 8192}]
+    others += [{"precision": "float32"}, {"hw": "other"}]
+    for number, other in enumerate(others):
+        rows = [row(1, 4.0, **plain), row(8, 5.0, **plain | {"chain_depth": 1}), row(1, 2.0, **plain | other)]
+        first, second = panels(read_rows([results(tmp_path / str(number), "a", *rows)]), [])
+        assert [{batch: point.tpot_ms for batch, point in each.ours.items()} for each in (first, second)] == [
+            {1: 4.0, 8: 5.0},
+            {1: 2.0},
+        ]
+        notes = [("no speculation", "mtp, k = 3"), ("512/257 tokens", "8192/257 tokens"), ("bfloat16", "float32")]
+        assert (first.note, second.note) == [*notes, ("", "")][number]
+    out = tmp_path / "p.svg"
+    plot(BenchOptions(results=(tmp_path / "0",), out=out))
+    assert "<!-- mtp, k = 3 -->" in out.read_text()
+
+
 def test_peers_stand_beside_the_same_model_and_ranks(tmp_path: Path) -> None:
     one = PeerResult("a", "8B", 1, {1: 6.0}, {1: 3.0, 4: 3.5})
     two = PeerResult("a", "8B", 2, {1: 4.0})

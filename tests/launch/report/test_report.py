@@ -132,6 +132,40 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"lockstride sweep report: error: {path} " in capsys.readouterr().err
 
 
+def folders_ledger(out: Path, models: Sequence[str]) -> Ledger:
+    """Points of models whose folder is called hf; batches of 8 have failed."""
+    grid = grid_of({"options": {"device": "cpu"}, "grid": {"model": list(models), "batch": [1, 8]}}, "folders")
+    ledger = Ledger(out)
+    ledger.begin_sweep(grid, resume=False)
+    for number, point in enumerate(grid.points):
+        attempt = ledger.begin(point)
+        if point.settings["batch"] == 1:
+            measured = row(model="hf", tok_s=1.0, tpot_ms=1.0 + number, refused=None)
+            (attempt.folder / "results" / "x.points.jsonl").write_bytes(msgspec.json.encode(measured) + b"\n")
+        ledger.file(attempt, "" if point.settings["batch"] == 1 else "it broke", 0)
+    return ledger
+
+
+def test_models_whose_folders_have_one_name_are_told_apart(tmp_path: Path) -> None:
+    report = report_of(folders_ledger(tmp_path / "two", ["/ckpt/step-1000/hf", "/ckpt/step-2000/hf"]))
+    assert {title: [r.tpot_ms for r in rows] for title, rows in panels(report.rows).items()} == {
+        "step-1000/hf": [1.0],
+        "step-2000/hf": [3.0],
+    }
+    assert [change.change for change in compare(report, report).changes] == [0.0, 0.0]
+    assert [failure.label for failure in report.failures] == ["step-1000/hf batch8", "step-2000/hf batch8"]
+    assert [row.model for row in report_of(folders_ledger(tmp_path / "one", ["/ckpt/hf"])).rows] == ["hf"]
+
+
+def test_points_of_earlier_grids_are_counted_apart(tmp_path: Path) -> None:
+    ledger = write_ledger(tmp_path, grid=small_grid())
+    content = {"grid": {"model": ["qwen3-0.6b"], "batch": [1, 64], "depth": [2]}, "options": {"input-len": 512}}
+    ledger.begin_sweep(grid_of(content, "smaller"), resume=True)
+    report = report_of(ledger)
+    assert report.points_done == "1 of 2 points done and 3 of earlier grids"
+    assert report.points_done in html(report, [], None)
+
+
 def test_a_finished_point_without_an_outcome_stands_under_failures(tmp_path: Path) -> None:
     ledger, (first, *_) = write_ledger(tmp_path, grid=small_grid()), small_grid().points
     (ledger.folder(first.key) / "outcome.json").write_text("")

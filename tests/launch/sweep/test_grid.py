@@ -15,7 +15,7 @@ from launch.bench.options import BenchCommand
 from launch.cli import build_parser, parse
 from launch.sweep.grid import MOST_POINTS, grid_of, read_grid
 from launch.sweep.options import SweepCommand
-from launch.sweep.point import Point, Setting, SweepError
+from launch.sweep.point import Point, Setting, SweepError, model_names, models_of
 from tests.launch.api.parsed import parsed
 
 
@@ -142,6 +142,15 @@ def test_groups_share_the_experts_of_all_ranks() -> None:
     assert [p.ranks for p in grid_of({"options": {"model": "m"}, "grid": {"dp": [1, 2, 4]}}, "g").points] == [1, 2, 4]
     with pytest.raises(SweepError, match="ep is 2, but groups share the experts: leave it out, or write 8"):
         Point("latency", {"model": "m", "tp": 2, "dp": 4, "ep": 2})
+
+
+def test_models_are_named_by_as_much_of_their_paths_as_tells_them_apart() -> None:
+    paths = ["/ckpt/a/step-1/hf", "/ckpt/b/step-1/hf", "/ckpt/b/step-2/hf", "qwen3-8b", "hf"]
+    names = ["a/step-1/hf", "b/step-1/hf", "step-2/hf", "qwen3-8b", "hf"]
+    assert list(model_names(paths).values()) == names
+    points = grid_of({"grid": {"model": paths}}, "g").points
+    assert [point.label(("tp", "model"), models_of(points)) for point in points] == [f"tp1 {name}" for name in names]
+    assert points[0].label(("model",)) == "hf"
 
 
 def test_several_batches_in_one_process() -> None:
