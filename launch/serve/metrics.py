@@ -269,7 +269,8 @@ class _Page(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", usage)
         preempted = [("", counters.get("evictions", 0.0))]
         yield self._counter("vllm:num_preemptions", "Requests that lost slot and blocks for a while.", preempted)
-        looked_up = [("", float(self._counts.counters["vllm:prompt_tokens"]))]
+        # As the scheduler counts its hits: a request that lost its memory is looked up again.
+        looked_up = [("", counters.get("prefix_query_tokens", 0.0))]
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", looked_up)
         hits = [("", counters.get("prefix_hit_tokens", 0.0))]
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.", hits)

@@ -1,0 +1,32 @@
+"""The page of /metrics: what it makes of the counts of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.serve.metrics import Metrics
+from runtime.frontend.serve_messages import ITERATION_BUCKETS, Stats
+from runtime.observe.step_record import AGREEMENT_BOUNDS
+
+
+def page(folder: Path, counters: dict[str, float]) -> str:
+    """Of an engine that has counted so far; requests of this process: one of 400 prompt tokens."""
+    tokens, seconds = ((0,) * (len(bounds) + 1) for bounds in (ITERATION_BUCKETS, AGREEMENT_BOUNDS))
+    metrics = Metrics(folder, 0)
+    metrics.count("vllm:prompt_tokens", 400)
+    return metrics.text("m", None, Stats(counters, 0, 0, 0, 1, False, 0, 0, tokens, 0, seconds, 0.0)).decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    """Of those without labels of their own, the value by name."""
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+
+
+def test_the_prefix_hit_rate_is_of_what_was_looked_up(tmp_path: Path) -> None:
+    """A request that lost its memory is looked up again, so its hits may be more than the tokens of prompts."""
+    found = samples(page(tmp_path, {"prefix_query_tokens": 966.0, "prefix_hit_tokens": 424.0}))
+    assert found["vllm:prompt_tokens_total"] == 400
+    assert found["vllm:prefix_cache_queries_total"] == 966
+    assert found["vllm:prefix_cache_hits_total"] == 424
