@@ -79,6 +79,7 @@ _LABELLED: Final = {  # engine counters by label: the label's name
     "group_requests": "group",
     "group_idle_steps": "group",
 }
+_NOW: Final = {"fenced_blocks": "Blocks that will be free once the steps in flight have landed."}  # and fall again
 _BY_POSITION: Final = (  # of a window: engine counter, metric, help text; the first under vLLM's name
     (
         "spec_accepted_per_position",
@@ -307,7 +308,9 @@ class _Page(Collector):
             found = _LABEL.fullmatch(name)
             if name.startswith("spec_"):  # under vLLM's names
                 continue
-            if found is None:
+            if name in _NOW:
+                yield self._gauge(f"lockstride:{name}", _NOW[name], value)
+            elif found is None:
                 yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", [("", value)])
             elif found.group(1) in labelled:
                 labelled[found.group(1)].append((found.group(2), value))

@@ -30,3 +30,13 @@ def test_the_prefix_hit_rate_is_of_what_was_looked_up(tmp_path: Path) -> None:
     assert found["vllm:prompt_tokens_total"] == 400
     assert found["vllm:prefix_cache_queries_total"] == 966
     assert found["vllm:prefix_cache_hits_total"] == 424
+
+
+def test_what_is_of_now_is_a_gauge(tmp_path: Path) -> None:
+    shown = page(tmp_path, {"fenced_blocks": 3.0, "evictions": 2.0})
+    kinds = {family.name: family.type for family in text_string_to_metric_families(shown)}
+    assert kinds["lockstride:fenced_blocks"] == "gauge"
+    assert kinds["lockstride:evictions"] == "counter"
+    found = samples(shown)
+    assert found["lockstride:fenced_blocks"] == 3
+    assert "lockstride:fenced_blocks_total" not in found

@@ -82,7 +82,9 @@ def test_a_shared_beginning_is_found_and_counted() -> None:
     requests = prefix_requests(6, 1, IDS, prefix_len=32, suffix_len=4, output_len=3, prefixes=1)
     with rig(rows=2) as engine:
         journal = run(engine, requests, concurrency=1)
-    assert engine_figures(journal)["prefix_hit_tokens"] == 5 * 32
+    figures = engine_figures(journal)
+    assert figures["prefix_hit_tokens"] == 5 * 32
+    assert "fenced_blocks" not in figures, "it falls as it grows"
 
 
 def test_a_request_that_ends_otherwise_has_failed() -> None:
