@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
+import runpy
 import signal
 import socket
 import struct
@@ -27,6 +29,7 @@ from runtime.frontend.tokenizer import Tokenizer
 from tests.torchrun import started
 
 PATIENCE = 120.0
+PAGE = Path(__file__).parents[3] / "docs/daemon.md"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -65,7 +68,7 @@ def talk(path: Path, screen: io.StringIO, *lines: str) -> str:
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_talk_and_one_dies(tmp_path: Path) -> None:
+def test_two_ranks_talk_and_one_dies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "slots.sock"
     words = ("daemon", "--model", "models/demo", "--device", "cpu", "--max-num-seqs", "4", "--socket", str(path))
     with started(2, "launch", *words, "--bundles", str(tmp_path / "bundles")) as running:
@@ -75,6 +78,7 @@ def test_two_ranks_talk_and_one_dies(tmp_path: Path) -> None:
             text_and_log_probabilities_come_with_the_tokens(client)
             a_probe_finds_no_difference(client)
             a_turn_is_a_request_over_the_whole_talk(client)
+            the_example_of_the_page_runs(path, capsys)
             shown = talk(
                 path, io.StringIO(), "def gcd(a, b):", "/stats", "/help", "def lcm(a, b):", "/new", "x = 1", "/quit"
             )
@@ -148,6 +152,15 @@ def a_turn_is_a_request_over_the_whole_talk(client: SlotClient) -> None:
     alone = client.start([40, 41, 42, *said, 50, 51], max_tokens=8, quantum=8, temperature=0.0, ignore_eos=True)
     assert alone.tokens() == answer
     first.close()
+
+
+def the_example_of_the_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands: it connects to slots.sock of the folder in which it is started."""
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (path.parent / "ask.py").write_text(example)
+    with contextlib.chdir(path.parent):
+        runpy.run_path("ask.py")
+    assert re.search(r"\[\d[\d, ]*\]\n$", capsys.readouterr().out)
 
 
 def test_the_command_line() -> None:
