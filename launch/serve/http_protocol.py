@@ -53,13 +53,21 @@ class BoundedHeaders(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
-            self._head_bytes += len(data)
+            self._head_bytes += self._bytes_of_head(data)
+            if self._head_bytes > MAX_HEAD_BYTES:  # before the parser has it: a request that is whole begins in there
+                if not self.transport.is_closing():
+                    self._end(_TOO_LARGE)
+                return
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(self.seconds, self._give_up)
             data = self._without_offer(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._end(_TOO_LARGE)
+
+    def _bytes_of_head(self, data: bytes) -> int:
+        """How much of ``data`` is no body."""
+        before = self._tail + self._held
+        end = (before + data).find(_END_OF_HEAD)
+        return len(data) if end < 0 else end + len(_END_OF_HEAD) - len(before)
 
     def _without_offer(self, data: bytes) -> bytes:
         """``data`` of a head, with its offer of another protocol under a name that nobody knows."""
