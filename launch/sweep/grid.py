@@ -136,7 +136,10 @@ def _dimensions(
         names = tuple(short_name(str(name)) for name in _list(entry, "an entry of link"))
         for name in names:
             if name not in axes:
-                raise SweepError(f"link names {name}, which is not under grid (there are {', '.join(axes) or 'none'})")
+                raise SweepError(
+                    f"link names {name}, which is not under grid (there are {', '.join(axes) or 'none'}): "
+                    "put it there, or remove it from link"
+                )
             if name in groups or names.count(name) > 1:
                 raise SweepError(f"link names {name} twice")
             groups[name] = names

@@ -253,7 +253,7 @@ def test_other_settings_have_other_keys() -> None:
             "method 'ngram' has no weights: leave model out",
         ),
         ({"options": {"model": "m", "concurrency": 8}}, "unrecognized arguments: --max-concurrency 8"),
-        ({"options": {"model": "m"}, "link": [["a", "b"]]}, "link names a, which is not under grid"),
+        ({"options": {"model": "m"}, "link": [["a", "b"]]}, "not under grid (there are none): put it there, or"),
         (
             {"grid": {"tp": [1], "batch": [1, 2]}, "link": [["tp", "batch"]]},
             "lists of one length, but have tp 1, batch 2",
