@@ -178,6 +178,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("session_policy", self.session_policy, get_args(SessionPolicy))
         _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
+        _check_no_text("warm", self.warm, WARM_KINDS)
         for kind in self.warm:
             _check_choice("warm", kind, WARM_KINDS)
         _check_choice("device", self.device, ("auto", *get_args(Device)))
@@ -365,6 +366,12 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{name} is {value!r}, but must be one of {', '.join(choices)}: type {flag_of(name)} {choices[0]}"
         )
+
+
+def _check_no_text(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if isinstance(value, str):  # whose letters would be taken for words
+        words = tuple(value.replace(" ", "").split(","))
+        raise ConfigError(f"{name} is {value!r}, but must be a list of {', '.join(choices)}: type {name}={words}")
 
 
 def _check_whole(name: str, value: int | None, low: int, high: int | None) -> None:

@@ -83,6 +83,8 @@ def test_default_buckets_ascend_to_the_slots_and_waste_at_most_half(slots: int) 
         ("decode_buckets", (0, 32), ["0,32", "--decode-buckets 32"]),
         ("decode_buckets", (1, 16), ["16", "max_num_seqs is 32", "--decode-buckets 1,16,32", "--max-num-seqs 16"]),
         ("seed", 2**63, [str(2**63), "--seed"]),
+        ("warm", "greedy,random", ["warm is 'greedy,random'", "a list of", "type warm=('greedy', 'random')"]),
+        ("warm", ("gready",), ["'gready'", "--warm greedy"]),
         ("data_parallel", 0, ["data_parallel is 0", "--data-parallel-size 1"]),
         ("data_parallel", 1000, ["at most 240", "--data-parallel-size 240"]),
     ],
