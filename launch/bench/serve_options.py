@@ -186,7 +186,8 @@ def add_serve_options(add: OptionAdder) -> None:
     add.value("--min-p", "least probability, as a share of the likeliest's", "fraction", bounded(number, 0.0, 1.0))
     add.switch("--save-detailed", "also write each request's times, and every gap between its tokens")
     add.value("--result-dir", "folder to write results, timelines and pictures to", "folder", Path, "not written")
-    text = "measure an OpenAI-compatible server instead of an engine of this process, such as http://localhost:8000"
+    text = "measure an OpenAI-compatible server instead of an engine of this process, such as http://localhost:8000; "
+    text += "its key is OPENAI_API_KEY or LOCKSTRIDE_API_KEY of the environment"
     add.value("--base-url", text, "url", str, "an engine of this process", "--url")
     add.value("--endpoint", "--base-url: path of the completions endpoint", "path", str)
     text = "--base-url: the model's name in requests"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.serve.metrics import Metrics
 from runtime.frontend.serve_messages import ITERATION_BUCKETS, Stats
 from runtime.observe.step_record import AGREEMENT_BOUNDS
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def page(folder: Path, counters: dict[str, float]) -> str:
@@ -40,3 +44,14 @@ def test_what_is_of_now_is_a_gauge(tmp_path: Path) -> None:
     found = samples(shown)
     assert found["lockstride:fenced_blocks"] == 3
     assert "lockstride:fenced_blocks_total" not in found
+
+
+@pytest.mark.parametrize("document", ["observability.md", "serving.md", "speculation.md"])
+def test_metrics_that_a_document_names_are_on_the_page(document: str, tmp_path: Path) -> None:
+    labelled = ("fallbacks", "finished", "speculation_narrowed", "speculation_off")
+    places = ("spec_accepted_per_position", "spec_compared_per_position")
+    shown = page(tmp_path, {"fenced_blocks": 1.0, **{f"{name}{{1}}": 1.0 for name in (*labelled, *places)}})
+    there = {f.name for f in text_string_to_metric_families(shown) if f.type != "counter"} | samples(shown).keys()
+    named = set(re.findall(r"`((?:vllm|lockstride):\w+)", (DOCS / document).read_text()))
+    assert named
+    assert named <= there
