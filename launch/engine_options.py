@@ -7,9 +7,9 @@ which commands take them (launch/cli.py).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from launch.values import integer, number, whole_numbers
 from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, PrefillWanted, flag_of
@@ -188,21 +188,32 @@ _DERIVED_DEFAULTS = {
 }
 
 
+# Of commands that take requests without sampling parameters (launch/api/sampling_defaults.py).
+WARMED: Final = {"warm": "greedy, and what requests without sampling parameters need"}
+
+
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     """Takes out of what argparse found what EngineConfig has a field for."""
     return {name: given.pop(name) for name in _ENGINE if name in given}
 
 
-def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """One flag a field of EngineConfig. Without a default of argparse's own: EngineConfig has them."""
+def add_engine_options(
+    group: argparse._ArgumentGroup, *, shown: Mapping[str, str] | None = None, model: str = _ENGINE["model"].help
+) -> None:
+    """One flag a field of EngineConfig. Without a default of argparse's own: EngineConfig has them.
+
+    ``shown``: in --help, the defaults by field that the command has instead. ``model``: what it takes for a model.
+    """
     defaults = {f.name: f.default for f in fields(EngineConfig)}
     for name, option in _ENGINE.items():
-        default = "required" if defaults[name] is MISSING else f"default: {_shown_default(name, defaults[name])}"
+        default = "required"
+        if defaults[name] is not MISSING:
+            default = f"default: {(shown or {}).get(name) or _shown_default(name, defaults[name])}"
         flags = [flag_of(name)] + ([option.alias] if option.alias else [])
         common: dict[str, Any] = {
             "dest": name,
             "default": argparse.SUPPRESS,
-            "help": f"{option.help} ({default}) [{option.unit}]",
+            "help": f"{model if name == 'model' else option.help} ({default}) [{option.unit}]",
         }
         if option.unit == "switch":
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)

@@ -21,6 +21,27 @@ from runtime.speculative_config import SpeculativeConfigError, merged_speculatio
 
 Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "flips", "plot"]
 WITHOUT_ENGINE = ("control", "flips", "plot")
+FIXED_BATCHES = ("latency", "anatomy")
+
+FIXED_BATCH_MODEL_LEN = 4096
+PREFILL_FIRST = 1 << 20  # prefill steps in a row: all of a batch, before any of it decodes
+REPLAY_PATIENCE_S = 120.0  # measuring between turns may take this long before a rank is given up
+
+# What --help says of the model, and of the defaults that session.py gives the engine, by field.
+_MODEL = "model folder in the Hugging Face layout, or a shape that comes with Lockstride, such as qwen3-8b"
+_OF_ALL = {
+    "load_format": "safetensors; dummy where the folder has no weights",
+    "control_timeout_s": str(REPLAY_PATIENCE_S),
+}
+_OF_FIXED_BATCHES = {
+    **_OF_ALL,
+    "max_num_seqs": "256 on cuda, 32 on cpu; more where --batch-size asks for more",
+    "prefix_caching": "off",
+    "mixed_steps": "off",
+    "prefill_burst": str(PREFILL_FIRST),
+    "max_model_len": f"the model's own limit, at most {FIXED_BATCH_MODEL_LEN}",
+}
+_OF_LOADS = {**_OF_ALL, "max_num_seqs": "256 on cuda, 32 on cpu; more where --max-concurrency asks for more"}
 
 H200_BYTES_PER_S = 4.29e12  # read bandwidth as measured, not the data sheet's 4.8e12
 H200_FLOP_PER_S = 790e12  # dense bfloat16, as measured
@@ -118,7 +139,8 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         )
         add_options(OptionAdder(parser, ServeOptions if name == "serve" else BenchOptions))
         if name not in WITHOUT_ENGINE:
-            add_engine_options(parser.add_argument_group("engine"))
+            shown = _OF_FIXED_BATCHES if name in FIXED_BATCHES else _OF_LOADS
+            add_engine_options(parser.add_argument_group("engine"), shown=shown, model=_MODEL)
 
 
 def _latency_options(add: OptionAdder) -> None:

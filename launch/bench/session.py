@@ -21,7 +21,14 @@ from tqdm import tqdm
 
 from launch.bench.drafter_shape import drafter_shape
 from launch.bench.environment import process_age
-from launch.bench.options import BenchCommand, BenchOptions
+from launch.bench.options import (
+    FIXED_BATCH_MODEL_LEN,
+    FIXED_BATCHES,
+    PREFILL_FIRST,
+    REPLAY_PATIENCE_S,
+    BenchCommand,
+    BenchOptions,
+)
 from launch.bench.results import ResultFiles, make_folder
 from launch.bench.roofline import Ceilings, Floor, Shape, round_floor, target_floor
 from launch.bench.trace import DecodeStep
@@ -37,9 +44,6 @@ OnTiming = Callable[[StepTiming], None]
 OpenEngine = Callable[[EngineConfig, Rendezvous, OnTiming | None], Engine]
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
-FIXED_BATCH_MODEL_LEN = 4096
-PREFILL_FIRST = 1 << 20  # prefill steps in a row: all of a batch, before any of it decodes
-REPLAY_PATIENCE_S = 120.0  # measuring between turns may take this long before a rank is given up
 
 log = logging.getLogger("lockstride")
 
@@ -172,7 +176,7 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
     if "load_format" not in engine and not any(folder.glob("*.safetensors")):
         log.info("%s holds no weights: --load-format dummy", folder)
         engine["load_format"] = "dummy"
-    fixed = command.subcommand in ("latency", "anatomy")
+    fixed = command.subcommand in FIXED_BATCHES
     lengths = Lengths(options.input_len or (512 if fixed else 1024), options.output_len or (257 if fixed else 128))
     rows = max(options.batch_size) if fixed else options.max_concurrency or 1
     if options.serve is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.engine_options import add_engine_options
+from launch.engine_options import WARMED, add_engine_options
 from launch.values import at_least_one, whole_number
 from runtime.config import EngineConfig
 
@@ -95,4 +95,4 @@ def add_daemon_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
         help="sampling parameters that START does not give; auto takes them from the model's generation_config.json, "
         "none the API's defaults (default: auto) [word]",
     )
-    add_engine_options(daemon.add_argument_group("engine"))
+    add_engine_options(daemon.add_argument_group("engine"), shown={**WARMED, "max_sessions": str(MAX_SESSIONS)})

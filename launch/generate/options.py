@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.engine_options import add_engine_options
+from launch.engine_options import WARMED, add_engine_options
 from launch.values import at_least_one, bounded, integer, number, whole_number
 from runtime.config import EngineConfig
 
@@ -64,7 +64,7 @@ def add_generate_parser(commands: argparse._SubParsersAction[argparse.ArgumentPa
         allow_abbrev=False,
     )
     _add_options(generate)
-    add_engine_options(generate.add_argument_group("engine"))
+    add_engine_options(generate.add_argument_group("engine"), shown=WARMED)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.engine_options import add_engine_options
+from launch.engine_options import WARMED, add_engine_options
 from launch.serve.settings import MAX_BODY_BYTES, ToolParser
 from launch.values import at_least_one, bounded, integer, number
 from runtime.config import EngineConfig
@@ -76,7 +76,7 @@ def add_serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         allow_abbrev=False,
     )
     _add_options(serve)
-    add_engine_options(serve.add_argument_group("engine"))
+    add_engine_options(serve.add_argument_group("engine"), shown=WARMED)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from launch.bench.options import BenchCommand
+from launch.bench.session import open_session
 from launch.cli import build_parser, parse
 from launch.generate.options import Command
 from runtime.config import ConfigError, EngineConfig, flag_of
@@ -35,6 +38,52 @@ def test_every_option_says_its_default_and_its_unit(action: argparse.Action) -> 
 @pytest.mark.parametrize("field", [f.name for f in fields(EngineConfig)])
 def test_every_field_of_the_engine_s_config_has_an_option(field: str) -> None:
     assert flag_of(field) in [flag for action in generate_actions() for flag in action.option_strings]
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    parser = build_parser()
+    for word in name.split():
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    return parser
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("generate --input i --output o", "serve", "daemon"),
+        *("bench latency", "bench anatomy", "bench throughput", "bench serve"),
+    ],
+)
+def test_help_states_the_defaults_that_the_command_has(line: str) -> None:
+    """Those that are a word or a number; others are told in words."""
+    command = parse([*line.split(), "--model", "models/demo", "--device", "cpu"])
+    config = (
+        open_session(command, {}, never_opened).config
+        if isinstance(command, BenchCommand)
+        else command.engine_config(1)  # type: ignore[union-attr]
+    )
+    parser = parser_of(line.partition(" --")[0])
+    told = {
+        action.dest: found[1]
+        for action in parser._actions
+        if hasattr(config, action.dest) and (found := re.search(r"\(default: (\S+)\) \[", action.help or ""))
+    }
+    assert len(told) > 15
+    wrong = {name: text for name, text in told.items() if text not in typed(getattr(config, name))}
+    assert wrong.keys() <= {"device"}, wrong
+
+
+def typed(value: object) -> tuple[str, ...]:
+    """How a value may stand on a command line."""
+    if value is None:
+        return ("off", "none")
+    if isinstance(value, bool):
+        return ("on" if value else "off",)
+    return (",".join(value) if isinstance(value, tuple) else str(value),)
+
+
+def never_opened(*_: object) -> NoReturn:
+    raise AssertionError("the engine was opened")
 
 
 def test_help_prints(capsys: pytest.CaptureFixture[str]) -> None:
