@@ -108,7 +108,8 @@ class RequestParser:
 
     ``tokenizer`` and ``chat`` are None where the model folder has none: requests that need them are bad lines.
     ``defaults`` are the sampling parameters of lines that do not say; ``max_tokens`` the same for that one, where None
-    means the OpenAI API's defaults. ``base_seed`` gives the seeds of lines without one.
+    means the OpenAI API's defaults. ``base_seed`` gives the seeds of lines without one, ``model_name`` the model of
+    bodies without one.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class RequestParser:
         defaults: SamplingParams | None = None,
         max_tokens: int | None = None,
         base_seed: int = 0,
+        model_name: str | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -127,6 +129,7 @@ class RequestParser:
         self._defaults = defaults or SamplingParams()
         self._max_tokens = max_tokens
         self._base_seed = base_seed
+        self._model_name = model_name
         self._decode_peek = msgspec.json.Decoder(LinePeek).decode
 
     def peek(self, number: int, data: bytes) -> Peeked:
@@ -177,7 +180,7 @@ class RequestParser:
         sampling = self._sampling(body, line_id, body.max_tokens, COMPLETION_MAX_TOKENS, body.logprobs, ids)
         prompt = body.prompt if isinstance(body.prompt, str) else None
         form, priority = Form.COMPLETION, _priority(body)
-        return PreparedRequest(number, line_id, form, prompt, ids, sampling, priority, body.model, echo)
+        return PreparedRequest(number, line_id, form, prompt, ids, sampling, priority, self._name(body), echo)
 
     def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
         if body.tool_choice == "none":
@@ -193,7 +196,10 @@ class RequestParser:
             sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, ids)
         except RequestError as error:
             raise as_sent(error, body) from None
-        return PreparedRequest(number, line_id, Form.CHAT, prompt, ids, sampling, _priority(body), body.model)
+        return PreparedRequest(number, line_id, Form.CHAT, prompt, ids, sampling, _priority(body), self._name(body))
+
+    def _name(self, body: Body) -> str | None:
+        return self._model_name if body.model is None else body.model
 
     def _encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
         if isinstance(prompt, list):

@@ -90,6 +90,7 @@ def _lead(
         defaults=defaults,
         max_tokens=options.max_tokens,
         base_seed=engine.config.seed,
+        model_name=Path(engine.config.model).resolve().name,  # OpenAI's type of an answer wants a text
     )
     client = EngineClient(engine, tokenizer, text=tokenizer is not None)
     done_before = len(results.finished.ids) + len(results.finished.errors)

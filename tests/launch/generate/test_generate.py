@@ -67,6 +67,7 @@ def test_rows_of_the_three_forms(tmp_path: Path) -> None:
         assert row["error"] is None
         assert row["response"]["status_code"] == 200
         assert row["response"]["body"]["object"] == kind
+        assert row["response"]["body"]["model"] == "model", "the folder's name, where a body has none"
     assert chat["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
 
 
