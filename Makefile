@@ -118,6 +118,7 @@ diagram: $(STAMP)  ## redraws what the documents show of the code
 	$(BIN)/python -m docs.draw_control
 	$(BIN)/python -m docs.draw_timeline
 	$(BIN)/python -m docs.draw_daemon
+	$(BIN)/python -m docs.draw_embedding
 
 clean:  ## what tests and tools have left
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from docs import draw_recurrent, draw_speculation
+from docs import draw_embedding, draw_recurrent, draw_speculation
 from docs.draw_scheduling import DOCUMENT, redrawn
 from docs.draw_timeline import PICTURE, picture, play
+from runtime.config import EngineConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.states import State
 
@@ -30,6 +31,13 @@ def test_the_tables_of_recurrent_state_are_current() -> None:
     text = draw_recurrent.PAGE.read_text()
     assert draw_recurrent.redrawn(text) == text, "run: make diagram"
     assert draw_recurrent.redrawn(text.replace("none: state is read only", "each live row's")) == text
+
+
+def test_the_fields_of_the_configuration_are_current() -> None:
+    text = draw_embedding.PAGE.read_text()
+    assert draw_embedding.redrawn(text) == text, "run: make diagram"
+    assert draw_embedding.redrawn(text.replace("| `max_prefill_tokens` |", "| `max_num_batched_tokens` |")) == text
+    assert set(re.findall(r"^\| `(\w+)` \| `--", text, re.MULTILINE)) == {field.name for field in fields(EngineConfig)}
 
 
 def test_a_verify_of_16_tokens_keeps_a_fiftieth_of_their_states_at_most() -> None:
