@@ -120,6 +120,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[_Wire])
 _sampling_fields = attrgetter(*_Sampling.__struct_fields__)
 _TOKEN_BYTES = 4
+_ID_BYTES = 5  # of msgpack's whole numbers below 1 << 32, and of a list's beginning
+_BIAS_BYTES = 1 + _ID_BYTES + 9  # a pair of an id and a float
+_BARE_BYTES = 512  # an event without its lists: some 25 numbers of at most nine bytes
 _FINITE = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -136,6 +139,23 @@ def encode_events(events: Sequence[Event]) -> bytes:
         raise EventsRefused(f"events cannot be sent: {error}") from error
     _decode(payload)
     return payload
+
+
+def most_bytes(event: Event) -> int:
+    """An upper bound of the bytes that ``event`` takes in ``encode_events``, told from the lengths of its lists."""
+    if isinstance(event, Extend):
+        return _BARE_BYTES + _TOKEN_BYTES * len(event.token_ids)
+    if not isinstance(event, Admit):
+        return _BARE_BYTES
+    request, sampling = event.request, event.request.sampling
+    ids = len(sampling.allowed_token_ids) + len(sampling.stop_token_ids) + len(request.stop_token_ids)
+    return (
+        _BARE_BYTES
+        + _TOKEN_BYTES * len(request.prompt_token_ids)
+        + _ID_BYTES * (ids + sum(1 + len(word) for word in sampling.bad_words_token_ids))
+        + _BIAS_BYTES * len(sampling.logit_bias)
+        + sum(5 + 4 * len(text) for text in sampling.stop)
+    )
 
 
 def decode_events(payload: bytes, own: Sequence[Event] | None = None) -> tuple[Event, ...]:

@@ -4,7 +4,8 @@ Knows: how much of it a turn needs. Does not know: records, steps, how a schedul
 
 All of a large batch in one record would keep every rank reading, with an idle device, before the first prefill is
 planned. A portion holds what a prefill step can take, so such steps are as full as if everything had been announced,
-and the rest is read behind them, while the device computes.
+and the rest is read behind them, while the device computes. Nor does a portion have more bytes than a control record
+may carry, whatever its requests list.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from __future__ import annotations
 from collections import deque
 
 from runtime.config import EngineConfig
+from runtime.replicate.event_codec import most_bytes
 from runtime.schedule.plan import Admit, Branch, Event
 
 LEAST_PROMPT_TOKENS = 8192  # reading so much takes well under a millisecond: smaller portions would save nothing
 LEAST_REQUESTS = 256
+MOST_BYTES = 16 << 20  # half of MAX_PAYLOAD (parallel/control/wire/frames.py), and more than full portions of prompts
 
 
 class PendingEvents:
     """Events in the order of ``put``, but that none waits behind arrivals of other requests.
 
-    ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either.
+    ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either. A portion ends before
+    the event that would pass MOST_BYTES, but never before its first.
     """
 
     def __init__(self, prompt_tokens: int, requests: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._requests = requests
-        self._now: list[Event] = []  # about requests that were announced
+        self._now: deque[Event] = deque()  # about requests that were announced
         self._later: deque[Event] = deque()  # arrivals, and what is about one of them
         self._arriving: set[int] = set()  # the ids of the answers of ``_later``'s arrivals
 
@@ -48,10 +52,14 @@ class PendingEvents:
 
     def portion(self) -> list[Event]:
         """What this turn announces; it is not in here any more."""
-        events, self._now = self._now, []
-        tokens = requests = 0
-        while self._later and tokens < self._prompt_tokens and requests < self._requests:
-            event = self._later.popleft()
+        events: list[Event] = []
+        tokens = requests = size = 0
+        while self._now or (self._later and tokens < self._prompt_tokens and requests < self._requests):
+            source = self._now or self._later
+            size += most_bytes(source[0])
+            if events and size > MOST_BYTES:
+                break
+            event = source.popleft()
             events.append(event)
             if isinstance(event, Admit):
                 self._arriving.difference_update(event.request.answer_ids)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.replicate import event_codec
-from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events
+from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events, most_bytes
 from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
@@ -85,6 +85,29 @@ def test_a_prompt_with_many_answers_travels_once() -> None:
 def test_no_events_are_no_bytes() -> None:
     assert encode_events([]) == b""
     assert decode_events(b"") == ()
+
+
+def test_most_bytes_is_a_bound_that_is_not_far_off() -> None:
+    most = 2**31 - 1
+    ids = (most,) * 1000
+    numbers: dict[str, Any] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"), most)
+    plain = Request(2**62 - 1, ids, SamplingParams(**numbers, prompt_logprobs=most), (), 2**63 - 1)
+    lists: list[dict[str, Any]] = [
+        {"stop_token_ids": ids},
+        {"allowed_token_ids": ids},
+        {"logit_bias": ((most, -99.9),) * 1000},
+        {"bad_words_token_ids": ((most,) * 16,) * 256},
+        {"stop": ("\U0001f600" * 1024,) * 16},
+    ]
+    events: list[Event] = [
+        Admit(plain),
+        Admit(replace(plain, stop_token_ids=ids)),
+        Extend(2**62 - 1, most, ids, most, most),
+    ]
+    events += [Admit(replace(plain, sampling=replace(plain.sampling, **fields)), most, True) for fields in lists]
+    for event in [*events, Branch(2**62 - 1, 2**62 - 1, True), Continue(2**62 - 1, most, most)]:
+        size = len(encode_events([event]))
+        assert size <= most_bytes(event) <= 1.1 * size + 512
 
 
 def test_every_field_of_the_dataclasses_travels() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
+import pytest
+
+from parallel.control.wire.frames import MAX_PAYLOAD
 from runtime.config import EngineConfig
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.replicate import pending_events
+from runtime.replicate.event_codec import encode_events
 from runtime.replicate.pending_events import LEAST_PROMPT_TOKENS, LEAST_REQUESTS, PendingEvents, open_pending_events
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
 from tests.runtime.engine.rig import request, rig
 
 
@@ -67,6 +74,24 @@ def test_a_request_for_several_answers_is_told_once_and_counts_as_many() -> None
     for one in (several, arrival(3), Cancel(2), Cancel(9)):
         outbox.put(one)
     assert drained(outbox) == [[Cancel(9), several], [arrival(3), Cancel(2)]], "an answer's end follows its arrival"
+
+
+def test_a_portion_has_no_more_bytes_than_a_control_record_may_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pending_events.MOST_BYTES < MAX_PAYLOAD
+    most = 1 << 16
+    monkeypatch.setattr(pending_events, "MOST_BYTES", most)
+    allowed = tuple(range(1 << 16, (1 << 16) + 3000))
+    arrivals: list[Event] = [Admit(request(i, [1], allowed_token_ids=allowed)) for i in range(20)]
+    said: list[Event] = [Extend(100 + i, 1, array("i", [7] * 5000), 1, 1) for i in range(10)]
+    large = Extend(200, 1, array("i", [7] * (most // 4)), 1, 1)
+    outbox = PendingEvents(prompt_tokens=8192, requests=256)
+    for event in [*arrivals, *said, large, Cancel(200)]:
+        outbox.put(event)
+    portions = drained(outbox)
+    assert [event for portion in portions for event in portion] == [*said, large, Cancel(200), *arrivals]
+    assert [large] in portions, "alone"
+    assert all(len(encode_events(portion)) <= most for portion in portions if portion != [large])
+    assert len(portions) <= 4 + 1 + 6, "each of the others is about as full as it may be"
 
 
 def test_a_portion_fills_the_next_prefill_step_of_every_group() -> None:
