@@ -230,13 +230,14 @@ class EngineClient:
         return self._outputs.waiting
 
     def has_room(self, sequences: int = 1) -> bool:
-        """Whether a request of so many answers would go to the engine at once; always true when nothing is live.
+        """Whether a request of so many answers would go to the engine next turn; always true when nothing is live.
 
         A caller that reads its requests from somewhere leaves them there until then.
         """
         if not self._answers:
             return True
-        return not self._waiting and self._outputs.live + sequences <= self.capacity
+        outputs = self._outputs  # what was submitted since the last turn counts: it goes to the engine first
+        return outputs.live + sequences <= self.capacity and outputs.waiting < self._most_not_begun
 
     # ---- turns ----
 

@@ -167,6 +167,17 @@ def test_requests_are_taken_from_their_source_when_there_is_room() -> None:
     assert len(engine.added) == 40
 
 
+@pytest.mark.parametrize(("max_waiting", "concurrency", "first"), [(100, None, 16), (3, None, 3), (100, 5, 5)])
+def test_the_first_turn_has_as_many_requests_as_there_is_room_for(
+    max_waiting: int, concurrency: int | None, first: int
+) -> None:
+    engine = fake(rows=8, max_waiting=max_waiting)
+    source = iter([asked(i) for i in range(20)])
+    next(client_of(engine, concurrency=concurrency).run(source))
+    assert len(engine.added) == first
+    assert len(list(source)) == 20 - first, "what has no room yet is left where it is"
+
+
 def test_what_waits_is_taken_by_priority_and_then_in_order() -> None:
     engine = fake(rows=1)
     client = client_of(engine, concurrency=1)
