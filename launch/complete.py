@@ -5,14 +5,15 @@ Knows: how one call becomes a short life of an engine. Does not know: files, com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from launch.api.sampling_defaults import sampling_defaults, warmed_for
 from launch.embed import open_engine
 from runtime.config import EngineConfig
-from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest
 from runtime.frontend.outputs import RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import RequestError, checked_sampling
@@ -20,6 +21,7 @@ from runtime.schedule.request import SamplingParams
 
 Prompt = str | Sequence[int]
 
+_KEEPALIVE_SECONDS = 0.25
 _ANY_VOCABULARY = 2**31  # which token ids exist is asked later, when the model is known
 
 
@@ -49,9 +51,22 @@ def complete(
             return []
         client = EngineClient(engine, tokenizer)
         asked = _requests(prompts, sampling)
-        requests = [client.prepare(request) for request in asked]  # all of them, before the engine has any
+        requests = _prepared(client, asked)
         answers = {output.key: output for turn in client.run(requests) for output in turn.finished}
         return [answers[key] for key in range(len(requests))]
+
+
+def _prepared(
+    client: EngineClient, requests: Sequence[PromptRequest], clock: Callable[[], float] = time.monotonic
+) -> list[PreparedPrompt]:
+    """All of them, before the engine has any. May take minutes: the other ranks hear meanwhile that all is well."""
+    prepared, heard_at = [], clock()
+    for request in requests:
+        prepared.append(client.prepare(request))
+        if clock() - heard_at >= _KEEPALIVE_SECONDS:
+            client.wait(lambda seconds: False, 0.0)
+            heard_at = clock()
+    return prepared
 
 
 def _requests(prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> list[PromptRequest]:

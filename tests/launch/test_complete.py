@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from launch.complete import _prepared
 from lockstride import EngineConfig, RequestOutput, SamplingParams, complete
+from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest
 from runtime.frontend.validation import RequestError
 from runtime.schedule.request import FinishReason
+from tests.launch.generate.fake_engine import FakeEngine
 from tests.torchrun import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +136,28 @@ def test_lengths_beyond_the_context_are_cut_to_it() -> None:
     (completion,) = output.completions
     assert completion.finish_reason is FinishReason.LENGTH
     assert len(output.prompt_token_ids) + len(completion.token_ids) == 32
+
+
+def test_rank_0_is_heard_of_while_it_prepares_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 prompts of 20 ms each; the other ranks end a job whose leader is silent for ``control_timeout_s``."""
+    now, heard_at = 0.0, [0.0]
+    engine = FakeEngine(replace(CONFIG, control_timeout_s=1.0))
+    client = EngineClient(engine, text=False)
+
+    def prepare(request: PromptRequest) -> PreparedPrompt:
+        nonlocal now
+        now += 0.02
+        return EngineClient.prepare(client, request)
+
+    def wait(ready: Callable[[float], bool], timeout: float) -> None:
+        assert (ready(timeout), timeout) == (False, 0.0)
+        heard_at.append(now)
+
+    monkeypatch.setattr(client, "prepare", prepare)
+    monkeypatch.setattr(engine, "wait", wait)
+    prepared = _prepared(client, [PromptRequest((5,), key=key) for key in range(200)], clock=lambda: now)
+    assert [one.request.key for one in prepared] == list(range(200))
+    assert max(after - before for before, after in pairwise([*heard_at, now])) < 0.5
 
 
 def test_more_prompts_than_may_wait_are_all_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
