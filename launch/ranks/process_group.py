@@ -145,10 +145,13 @@ def _meet(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     topology = rendezvous.topology
     agent_keeps = rendezvous.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps = topology.is_leader and not agent_keeps
-    address = _resolve(rendezvous.master_address)
+    name = rendezvous.master_address
+    if topology.nodes == 1 and not agent_keeps:
+        name = "127.0.0.1"  # whatever the node is called: nothing beyond it needs to reach the store
+    address = _resolve(name)
     listener = None
-    if keeps:  # on one address only: nothing beyond this node, or beyond the network between nodes, needs to reach it
-        address = "127.0.0.1" if topology.nodes == 1 else address_between_nodes(rendezvous)
+    if keeps:  # on one address only: nothing beyond the network between nodes needs to reach it
+        address = address if topology.nodes == 1 else address_between_nodes(rendezvous)
         listener = _listener(address, rendezvous.master_port)
     try:
         server = TCPStore(
@@ -161,7 +164,7 @@ def _meet(rendezvous: Rendezvous, timeout: timedelta) -> Store:
         )
     except (DistError, RuntimeError) as error:
         raise MeetingError(
-            f"rank {topology.rank} cannot meet the others at {rendezvous.master_address}:{rendezvous.master_port} "
+            f"rank {topology.rank} cannot meet the others at {name}:{rendezvous.master_port} "
             f"({str(error).splitlines()[0]}): look at the other ranks' logs first, then at MASTER_ADDR and MASTER_PORT"
         ) from error
     # torchrun's store outlives a group, and what the last one wrote there must not be read for the next one's.

@@ -110,7 +110,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Rendezvous:
     )
     if world == 1:
         return Rendezvous(topology, "torchrun", job=f"local-{os.getpid()}")
-    address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
+    address, port = environ.get("MASTER_ADDR"), _port(environ)
     if not address:
         raise RendezvousError(f"WORLD_SIZE is {world}, but MASTER_ADDR is not set: start with torchrun, or set it")
     job = f"{environ.get('TORCHELASTIC_RUN_ID', environ.get('SLURM_JOB_ID', 'none'))}-{address}-{port}"
@@ -157,7 +157,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous:
     epoch = _number(environ, "SLURM_RESTART_COUNT", default=0)
     port = _PORTS[_stable_number(job_id, step_id) % len(_PORTS)]
     address = environ.get("MASTER_ADDR") or _first_host(environ, nodes)
-    port = _number(environ, "MASTER_PORT", default=port)
+    port = _port(environ, default=port)
     return Rendezvous(topology, "slurm", address, port, f"{job_id}-{step_id}", epoch)
 
 
@@ -197,3 +197,10 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if not is_whole_number(text):
         raise RendezvousError(f"{name} is {text!r}, but must be a whole number")
     return int(text)
+
+
+def _port(environ: Mapping[str, str], default: int | None = None) -> int:
+    port = _number(environ, "MASTER_PORT", default)
+    if not 1 <= port <= 65535:
+        raise RendezvousError(f"MASTER_PORT is {port}, but must be 1 to 65535: set a free port of rank 0's node")
+    return port

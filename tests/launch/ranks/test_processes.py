@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 from launch.ranks import process_group
 from launch.ranks.process_group import address_between_nodes, joined, local_device, rank_groups
@@ -127,6 +128,20 @@ def test_a_leader_that_does_not_come_is_named() -> None:
     alone = Rendezvous(topology, "slurm", master_port=free_port(), job="a test")
     with pytest.raises(MeetingError, match="rank 1 cannot meet the others at 127"), joined(alone, "cpu", timeout_s=0.3):
         pytest.fail("there is no world to join")
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "no-such-node.invalid"])
+def test_ranks_of_one_node_meet_whatever_it_is_called(address: str) -> None:
+    port = free_port()
+
+    def meet(rank: int) -> Store:
+        topology = Topology(rank=rank, world=2, local_rank=rank, local_world=2)
+        return process_group._meet(Rendezvous(topology, "slurm", address, port), timedelta(seconds=5))
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(meet, range(2))
+    first.set("said", "hello")
+    assert second.get("said") == b"hello"
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -106,6 +106,8 @@ def test_torchrun_once_a_node_under_srun() -> None:
         ({"RANK": "0"}, ["WORLD_SIZE is not set"]),
         ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK is 'x'"]),
         (torchrun(0, 2, 2, MASTER_ADDR=""), ["MASTER_ADDR is not set"]),
+        (torchrun(0, 2, 2, MASTER_PORT="0"), ["MASTER_PORT is 0, but must be 1 to 65535"]),
+        (srun(0, 2, 1, MASTER_PORT="70000"), ["MASTER_PORT is 70000, but must be 1 to 65535"]),
         (torchrun(0, 3, 2), ["WORLD_SIZE is 3", "LOCAL_WORLD_SIZE 2"]),
         (torchrun(9, 8, 4, GROUP_RANK="1"), ["rank is 9", "0 to 7"]),
         (torchrun(1, 8, 4, GROUP_RANK="1"), ["rank is 1", "node 1"]),
