@@ -41,10 +41,12 @@ class NodeRendezvous:
         self.turned_away = 0
         self.gate = Gate(KeyPair())
         self.sockets: dict[str, zmq.Socket[bytes]] = {}
+        self.endpoints: list[str] = []
         prefix = _prefix(identity)
         try:
             for channel in CHANNELS:
                 self.sockets[channel], endpoint = self.gate.listen(address, watched=channel == "watch")
+                self.endpoints.append(endpoint)
                 store.set(f"{prefix}/endpoint/{channel}", endpoint)
             store.set(f"{prefix}/key", self.gate.keys.public.decode())
             for rank in expected:
@@ -63,9 +65,7 @@ class NodeRendezvous:
         while handshake.missing and handshake.verdict is None:
             self._serve(50)
             if time.monotonic() > until:
-                missing = sorted({rank for _, rank in handshake.missing})
-                text = f"the leaders of other nodes, ranks {missing}, did not finish the handshake within "
-                handshake.refuse(Verdict(Cause.DEADLINE, missing[0], 0, f"{text}{self.limits.start:g} s"))
+                handshake.refuse(self._absent())
         if handshake.verdict is not None:
             self.refuse(handshake.verdict)
 
@@ -101,6 +101,15 @@ class NodeRendezvous:
         for unused in self.sockets.values():
             self.gate.close(unused)
         self.sockets.clear()
+
+    def _absent(self) -> Verdict:
+        """All ranks have met through the store: a port that is closed to other nodes is likelier than a hang."""
+        missing = sorted({rank for _, rank in self.handshake.missing})
+        text = (
+            f"the leaders of other nodes, ranks {missing}, did not finish the handshake within {self.limits.start:g} s "
+            f"at {' and '.join(self.endpoints)}: is a firewall between the nodes? Look at their logs, too"
+        )
+        return Verdict(Cause.DEADLINE, missing[0], 0, text)
 
     def _serve(self, milliseconds: int) -> None:
         self.sockets["step"].poll(milliseconds)
@@ -174,16 +183,21 @@ class NodeJoin:
         self._reach(channel, Greeting.READY)
 
     def _reach(self, channel: str, goal: Greeting) -> None:
-        machine = self.machines[channel]
         try:
             try:
-                greet(self.links[channel], machine, goal, self._until)
+                greet(self.links[channel], self.machines[channel], goal, self._until)
             except (TimeoutError, EOFError, FrameError) as error:
                 raise_refusal(self.links, self.machines)
-                raise failure(error, machine.rank, 0).error() from error
+                raise self._failure(error, channel).error() from error
         except BaseException:
             self._close()
             raise
+
+    def _failure(self, error: TimeoutError | EOFError | FrameError, channel: str) -> Verdict:
+        if isinstance(error, TimeoutError) and self.machines[channel].state is Greeting.GREETED:
+            here, endpoint = socket.gethostname(), self.links[channel].endpoint
+            error = TimeoutError(f"nothing answers {here} at {endpoint}: is a firewall between the nodes?")
+        return failure(error, self._rank, 0)
 
     def _close(self) -> None:
         for link in self.links.values():

@@ -196,6 +196,7 @@ class ZmqFollowerLink:
     """A node leader's connection to rank 0, on one channel. ``watched`` as in ZmqLeaderLink: a loss raises EOFError."""
 
     def __init__(self, endpoint: str, rank: int, keys: KeyPair, server_key: bytes, spin: float, watched: bool) -> None:
+        self.endpoint = endpoint
         self.spin = spin
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)

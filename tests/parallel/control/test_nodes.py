@@ -147,6 +147,25 @@ def test_a_rank_of_another_node_that_differs_is_refused_everywhere(place: Path, 
         assert "'m1'" in str(error)
 
 
+def test_ports_that_other_nodes_cannot_reach_are_named_by_both_sides(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+        class Firewalled(ThreadStore):
+            def set(self, key: str, value: str) -> None:
+                if "/endpoint/" in key:
+                    opened.append(value)
+                    value = endpoint
+                super().set(key, value)
+
+        opened: list[str] = []
+        limits = replace(LIMITS, start=0.3, divergence=0.1)
+        found = errors(run_nodes(2, 1, place, lambda plane: None, limits=limits, store=Firewalled()))
+    assert all(isinstance(error, MissedDeadline) for error in found.values())
+    assert f"at {opened[0]} and {opened[1]}: is a firewall between the nodes?" in str(found[0])
+    assert f"at {endpoint}: is a firewall between the nodes?" in str(found[1])
+
+
 def test_a_node_that_stays_silent_is_named(place: Path) -> None:
     limits = replace(LIMITS, deadline=0.5, resend=0.1)
     reached = [0] * 2
