@@ -25,7 +25,7 @@ from launch.ranks.fingerprint import identity_of
 from launch.ranks.flashinfer_switches import flashinfer_switches
 from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
 from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
-from launch.ranks.rendezvous import Rendezvous
+from launch.ranks.rendezvous import MeetingError, Rendezvous
 from launch.ranks.signals import notes_sigterm, raises_on_sigterm
 from models.kernels.matmul.choice_table import machine_table
 from models.kernels.traits import traits_of
@@ -40,6 +40,8 @@ from parallel.comm.symmetric_exchange import fastest_exchange
 from parallel.control.connect import open_control
 from parallel.control.interface import ControlPlane
 from parallel.control.protocol.states import Limits
+from parallel.control.transport.uds import SocketPlaceError, socket_path
+from parallel.control.transport.zeromq import ListenError
 from parallel.topology import ParallelDegrees
 from runtime.build import build_engine
 from runtime.config import EngineConfig
@@ -99,10 +101,15 @@ def open_engine(
 def _control(config: EngineConfig, rendezvous: Rendezvous, limits: Limits) -> ControlPlane:
     """Unix sockets on one node; between nodes also ZeroMQ, at rank 0's address, with keys from the job's own store."""
     topology, identity, groups = rendezvous.topology, identity_of(config, rendezvous), config.data_parallel
-    if topology.nodes == 1:
-        return open_control(topology, identity, control_directory(), limits, groups=groups)
-    address = address_between_nodes(rendezvous) if topology.is_leader else ""
-    return open_control(topology, identity, control_directory(), limits, _get_default_store(), address, groups)
+    try:
+        if topology.nodes == 1:
+            return open_control(topology, identity, control_directory(), limits, groups=groups)
+        address = address_between_nodes(rendezvous) if topology.is_leader else ""
+        return open_control(topology, identity, control_directory(), limits, _get_default_store(), address, groups)
+    except SocketPlaceError as error:
+        raise MeetingError(f"{error} (XDG_RUNTIME_DIR and TMPDIR say where ranks of a node meet)") from error
+    except ListenError as error:
+        raise MeetingError(str(error)) from error
 
 
 def _watchdog(config: EngineConfig, rendezvous: Rendezvous, control: ControlPlane) -> Watchdog:
@@ -150,13 +157,23 @@ def _bar(what: str, unit: str, delay: float = 0.0) -> Progress:
 
 
 def control_directory() -> Path:
-    """This user's own directory for control sockets on this node.
+    """This user's own directory for control sockets on this node, the same for all its ranks.
 
-    A batch job inherits XDG_RUNTIME_DIR from the login node, and it is not there on the compute node.
+    In the first of XDG_RUNTIME_DIR, TMPDIR and /tmp that this user may write to and that leaves room for a socket's
+    name. A batch job inherits XDG_RUNTIME_DIR from the login node, and it is not there on the compute node; a shell
+    of su or sudo inherits another user's.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = runtime if os.path.isdir(runtime) else tempfile.gettempdir()
-    return Path(base) / f"lockstride-{os.geteuid()}"
+    name = f"lockstride-{os.geteuid()}"
+    bases = filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()))
+    return next((Path(base) / name for base in bases if _may_hold_sockets(Path(base) / name)), Path("/tmp") / name)
+
+
+def _may_hold_sockets(directory: Path) -> bool:
+    try:
+        socket_path(directory, (1 << 63) - 1, 999, "node999")
+    except SocketPlaceError:
+        return False
+    return os.path.isdir(directory.parent) and os.access(directory.parent, os.W_OK | os.X_OK)
 
 
 @dataclass(frozen=True, slots=True)

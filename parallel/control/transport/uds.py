@@ -49,9 +49,12 @@ def socket_path(directory: Path, job: int, epoch: int, name: str) -> Path:
 
 def private_directory(directory: Path) -> None:
     """Creates ``directory`` with mode 0700, or checks that it is ours, no link, and closed to others."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700, parents=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise SocketPlaceError(f"control directory {directory} cannot be made: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode):
         raise SocketPlaceError(f"control directory {directory} is not a directory (or is a link): remove it")
     if found.st_uid != os.geteuid():

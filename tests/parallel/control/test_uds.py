@@ -73,6 +73,9 @@ def test_a_directory_that_is_not_private_is_refused(tmp_path: Path, monkeypatch:
     link.symlink_to(tmp_path)
     with pytest.raises(SocketPlaceError, match=r"is not a directory .or is a link.: remove it"):
         private_directory(link)
+    (tmp_path / "file").touch()
+    with pytest.raises(SocketPlaceError, match=r"/file/mine cannot be made: Not a directory"):
+        private_directory(tmp_path / "file" / "mine")
     private_directory(tmp_path / "mine")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(SocketPlaceError, match=r"belongs to user .*, we are 12345"):
