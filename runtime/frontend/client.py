@@ -42,6 +42,8 @@ from runtime.frontend.validation import (
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, SamplingParams, packed
 
+READ_SECONDS = 0.02  # about a decode step: many short texts, or one that is long
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
@@ -280,17 +282,21 @@ class EngineClient:
     def run(self, requests: Iterable[PromptRequest | PreparedPrompt] = ()) -> Iterator[Turn]:
         """Turns until ``requests``, taken one by one as there is room for them, and all submitted ones have ended.
 
+        No more are taken before a turn than READ_SECONDS allow, or the device would wait while texts are tokenised.
         Raises EngineIdle when the engine has lost one of them, and whatever ``submit`` and ``turn`` raise.
         """
         source = iter(requests)
         exhausted = False
         while True:
+            read_until = time.monotonic() + READ_SECONDS
             while not exhausted and self.has_room():
                 request = next(source, None)
                 if request is None:
                     exhausted = True
                 else:
                     self.submit(request)
+                if time.monotonic() >= read_until:
+                    break
             if not self._answers:
                 return
             yield self.turn()

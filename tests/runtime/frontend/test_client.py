@@ -169,13 +169,25 @@ def test_requests_are_taken_from_their_source_when_there_is_room() -> None:
 
 @pytest.mark.parametrize(("max_waiting", "concurrency", "first"), [(100, None, 16), (3, None, 3), (100, 5, 5)])
 def test_the_first_turn_has_as_many_requests_as_there_is_room_for(
-    max_waiting: int, concurrency: int | None, first: int
+    monkeypatch: pytest.MonkeyPatch, max_waiting: int, concurrency: int | None, first: int
 ) -> None:
+    monkeypatch.setattr(client_module, "READ_SECONDS", 1e9)  # a busy machine may be slow
     engine = fake(rows=8, max_waiting=max_waiting)
     source = iter([asked(i) for i in range(20)])
     next(client_of(engine, concurrency=concurrency).run(source))
     assert len(engine.added) == first
     assert len(list(source)) == 20 - first, "what has no room yet is left where it is"
+
+
+def test_turns_do_not_wait_for_texts_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "READ_SECONDS", 0.0)
+    engine, source = fake(rows=8), iter([asked(i) for i in range(5)])
+    life = client_of(engine).run(source)
+    for taken in (1, 2, 3):
+        next(life)
+        assert len(engine.added) == taken
+    assert list(life)[-1].finished
+    assert len(engine.added) == 5
 
 
 def test_what_waits_is_taken_by_priority_and_then_in_order() -> None:
