@@ -6,6 +6,7 @@ served.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_what_cannot_be_an_id_is_refused_by_every_verb(bad: Any) -> None:
     other = request(3, range(5), max_tokens=3)
     with rig(rows=ROWS) as engine:
         engine.add(other)
-        for verb in (
+        verbs: tuple[Callable[[], object], ...] = (
             lambda: engine.cancel(bad),
             lambda: engine.pause(bad),
             lambda: engine.resume(bad),
@@ -58,7 +59,8 @@ def test_what_cannot_be_an_id_is_refused_by_every_verb(bad: Any) -> None:
             lambda: engine.extend(bad, 1, [4], 5, 5),
             lambda: engine.fork(bad, 3),
             lambda: engine.fork(8, bad),
-        ):
+        )
+        for verb in verbs:
             with pytest.raises(RequestError, match="request_id is "):
                 verb()
         for tokens in (0, -1, 1 << 31):
