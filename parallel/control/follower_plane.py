@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from parallel.control.awake_clock import clock_within
 from parallel.control.errors import Cause, ControlError, FrameError
 from parallel.control.interface import FLUSH_SECONDS, ROUND_TRIPS, SECONDS, Closing, FollowerLink, Watch
 from parallel.control.protocol.divergence import Recent
@@ -39,6 +40,7 @@ class FollowerPlane(Closing):
             watch.explain = machine.decisions
         self._closed = False
         self._leader_left = False
+        self._now = clock_within(machine.limits.deadline)
         self._pause = min(machine.limits.resend, machine.limits.deadline, machine.limits.divergence) / 2
 
     @property
@@ -78,7 +80,7 @@ class FollowerPlane(Closing):
         machine = self.machine
         if machine.verdict is not None:
             raise machine.verdict.error()
-        machine.turn(step, digest, time.monotonic())
+        machine.turn(step, digest, self._now())
         self._flush()
         while machine.effect is None:
             self._receive(self._pause)
@@ -89,7 +91,7 @@ class FollowerPlane(Closing):
         machine = self.machine
         if machine.verdict is not None:
             raise machine.verdict.error()
-        machine.propose(step, numbers, time.monotonic())
+        machine.propose(step, numbers, self._now())
         self._flush()
         while machine.maximum is None:
             self._receive(self._pause)
@@ -97,7 +99,7 @@ class FollowerPlane(Closing):
         return machine.maximum
 
     def send_message(self, payload: bytes) -> None:
-        self.machine.send_message(payload, time.monotonic())
+        self.machine.send_message(payload, self._now())
         self._flush()
 
     def take_messages(self) -> list[tuple[int, bytes]]:
@@ -134,9 +136,9 @@ class FollowerPlane(Closing):
 
     def _linger(self) -> None:
         """After the agreed stop: messages that wait for the send window still go, while the leader is there."""
-        until = time.monotonic() + self._linger_seconds()
+        until = self._now() + self._linger_seconds()
         with contextlib.suppress(ControlError):
-            while self._lingers() and time.monotonic() < until:
+            while self._lingers() and self._now() < until:
                 self._receive(min(self._pause, FLUSH_SECONDS / 50))
 
     def _linger_seconds(self) -> float:
@@ -156,7 +158,7 @@ class FollowerPlane(Closing):
         try:
             data = self.link.receive(timeout)
             if data is None:
-                machine.tick(time.monotonic())
+                machine.tick(self._now())
             else:
                 self._handle(data, machine.codec.decode(data))
         except FrameError as error:
@@ -171,7 +173,7 @@ class FollowerPlane(Closing):
         return data is not None
 
     def _handle(self, data: bytes, frame: Frame) -> None:
-        self.machine.receive(frame, time.monotonic())
+        self.machine.receive(frame, self._now())
         if frame.kind is not _KEEPALIVE or self.machine.state is _WAITING:
             self.turns += 1  # a leader that waits for numbers makes no progress
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from parallel.control.awake_clock import clock_within
 from parallel.control.errors import Cause, FrameError
 from parallel.control.interface import FLUSH_SECONDS, SECONDS, Closing, LeaderLink, Watch
 from parallel.control.protocol.divergence import Recent
@@ -42,6 +43,7 @@ class LeaderPlane(Closing):
         self._covers = covers or {rank: (rank,) for rank in link.ranks}
         self._numbers: deque[int] = deque(maxlen=machine.horizon + 1)
         self._closed = False
+        self._now = clock_within(machine.limits.deadline)
         self._next_tick = 0.0
         self._tick_every = min(0.1, machine.limits.deadline / 8)
 
@@ -81,7 +83,7 @@ class LeaderPlane(Closing):
             raise machine.verdict.error()
         effect, record = machine.begin(step, digest, payload)
         self._numbers.append(self.link.broadcast(record))  # first of all: followers may be waiting for it
-        machine.look_back(digest, payload, record, time.monotonic())
+        machine.look_back(digest, payload, record, self._now())
         self._receive(0.0)
         if len(self._numbers) > machine.horizon and self.link.behind(self._numbers[0]):
             self._deliver(self._numbers[0])
@@ -91,11 +93,11 @@ class LeaderPlane(Closing):
     def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
         machine = self.machine
         self._receive(0.0)
-        machine.propose(step, numbers, time.monotonic())
+        machine.propose(step, numbers, self._now())
         number = self._flush()
-        spin_until = time.monotonic() + machine.limits.spin
+        spin_until = self._now() + machine.limits.spin
         while machine.maximum is None:
-            number = self._receive(0.0 if time.monotonic() < spin_until else self._tick_every)
+            number = self._receive(0.0 if self._now() < spin_until else self._tick_every)
         if self.link.behind(number):
             self._deliver(number)  # followers read now; next we might wait for them, and not send
         return machine.maximum
@@ -162,9 +164,9 @@ class LeaderPlane(Closing):
 
         A rank that ends before its last turn, or does not reach it in time, is named as in any other turn.
         """
-        until = time.monotonic() + self.machine.limits.deadline
+        until = self._now() + self.machine.limits.deadline
         while ranks := self.machine.short_of_stop():
-            if time.monotonic() > until:
+            if self._now() > until:
                 self.machine.stalled(ranks)
             self._receive(0.001)
 
@@ -172,7 +174,7 @@ class LeaderPlane(Closing):
         """Handles frames received within ``timeout`` seconds; returns the number of the last broadcast they led to."""
         machine, number = self.machine, 0
         received = self.link.receive(timeout)
-        now = time.monotonic()
+        now = self._now()
         for via, what in received:
             self._handle(via, what, now)
         if now >= self._next_tick:
@@ -220,9 +222,9 @@ class LeaderPlane(Closing):
         A rank reaches that turn without our help, and then reads: so this ends, or the rank hangs. Waiting for newer
         records could deadlock: the rank may be in a collective that waits for us.
         """
-        until = time.monotonic() + self.machine.limits.deadline
+        until = self._now() + self.machine.limits.deadline
         while ranks := self.link.behind(number):
-            if time.monotonic() > until:
+            if self._now() > until:
                 self.machine.stalled(ranks)
             self._receive(0.001)
 
@@ -233,11 +235,11 @@ class LeaderPlane(Closing):
         machine = self.machine
         while machine.state is LeaderState.DIVERGED:
             for via, what in self.link.receive(0.01):
-                self._handle(via, what, time.monotonic())
+                self._handle(via, what, self._now())
             if self.watch is not None:
                 while self.watch.answers:
-                    machine.receive(self.watch.answers.popleft(), time.monotonic())
-            machine.tick(time.monotonic())
+                    machine.receive(self.watch.answers.popleft(), self._now())
+            machine.tick(self._now())
             self._flush()
         if machine.verdict is not None:
             self._flush_last()

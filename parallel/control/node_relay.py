@@ -131,9 +131,9 @@ class RelayPlane(FollowerPlane):
 
     def _deliver(self, number: int) -> None:
         """As LeaderPlane does: a record that is due has left for every rank below before our turn goes on."""
-        until = time.monotonic() + self.machine.limits.deadline
+        until = self._now() + self.machine.limits.deadline
         while ranks := self.down.behind(number):
-            if time.monotonic() > until:
+            if self._now() > until:
                 text = f"rank {ranks[0]} did not read a record within {self.machine.limits.deadline:g} s. It hangs"
                 self.machine.give_up(Verdict(Cause.DEADLINE, ranks[0], max(self.machine.step, 0), text))
                 self._flush()

@@ -65,3 +65,7 @@ class Progress:
         if turns != self.turns:
             self.turns, self._since = turns, now
         return now - self._since
+
+    def was_away(self, seconds: float, now: float) -> None:
+        """This process was stopped for so long until ``now``, by time.monotonic: no time to make progress in."""
+        self._since = min(self._since + seconds, now)

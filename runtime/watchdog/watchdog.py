@@ -154,6 +154,7 @@ class Watchdog(Progress):
                     if now > next_round + self.options.silence > self.options.silence:
                         self._listen(0.0)
                         self._outlook.was_away(now)
+                        self.was_away(now - next_round, now)
                     next_round = now + self.options.interval
                     self._round(now)
                 self._listen(min(self.options.interval, 0.1))

@@ -12,9 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+import runtime.watchdog.progress as progress_module
+import runtime.watchdog.watchdog as watchdog_module
 from parallel.comm.call_log import CollectiveError
 from parallel.control.errors import Cause, Disagreement, Verdict
 from parallel.control.interface import ControlPlane, SingleRankControl
@@ -194,6 +198,35 @@ def test_health_means_progress(tmp_path: Path) -> None:
     finally:
         watchdog.stop()
     assert json.loads((tmp_path / "bundles" / "summary.json").read_text())["culprit"] == 0
+
+
+@pytest.mark.parametrize(("stopped", "ends"), [(14.0, False), (25.0, False), (0.25, True)])
+def test_a_rank_that_was_stopped_made_no_progress_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: float, ends: bool
+) -> None:
+    """The whole job may be suspended. What it stood still before and after counts."""
+    now = 100.0
+    for module in (progress_module, watchdog_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    watchdog = Watchdog(SingleRankControl(), WatchdogOptions(tmp_path), leave=lambda code: None)
+    monkeypatch.setattr(watchdog, "_last_acts", Mock())
+    passing = iter([0.25] * 16 + [stopped] + [0.25] * (40 if ends else 16))
+
+    def listen(timeout: float) -> None:
+        nonlocal now
+        if timeout == 0.0:
+            return
+        seconds = next(passing, None)
+        if seconds is None:
+            watchdog._stopping.set()
+        else:
+            now += seconds
+
+    monkeypatch.setattr(watchdog, "_listen", listen)
+    watchdog._run()
+    assert (watchdog.verdict is not None) == ends
+    if not ends:
+        assert 8.0 <= watchdog.still_for(now) < 9.0
 
 
 def ends(
