@@ -18,7 +18,7 @@ import torch
 from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
 from models.expert_load import clear_load, start_counting
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels
 from models.kernels.select import select_kernels
 from models.layers.decoder import Decoder
 from models.weights import Progress, load_model
@@ -119,6 +119,16 @@ def build_engine(
     opened.release_unused()
     began = time.perf_counter()
     try:
+        kernels = select_kernels(
+            torch.device(device),
+            dtype,
+            model_config.head_dim,
+            config.prefill_attention,
+            flashinfer,
+            deterministic=config.deterministic,
+            depth=limits.depth,
+        )
+        _check_windows(limits, model_config, collectives.size, kernels, dtype)
         model = load_model(
             model_config,
             config.model,
@@ -126,15 +136,7 @@ def build_engine(
             dtype=dtype,
             device=opened.torch_device,
             collectives=collectives,
-            kernels=select_kernels(
-                torch.device(device),
-                dtype,
-                model_config.head_dim,
-                config.prefill_attention,
-                flashinfer,
-                deterministic=config.deterministic,
-                depth=limits.depth,
-            ),
+            kernels=kernels,
             experts=split,
             seed=config.seed,
             progress=progress,
@@ -269,6 +271,19 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"--max-model-len {model.max_length}"
         )
     return wanted
+
+
+def _check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Raises ConfigError where attention has no room for the tokens that a row may bring."""
+    heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
+    tokens, most = limits.window, kernels.longest_window(heads, kv_heads, model.head_dim, dtype)
+    if most is not None and tokens > max(most, 1):
+        asked, fits = ("tree_size", most) if limits.tree else ("num_speculative_tokens", most - 1)
+        raise ConfigError(
+            f"rows bring {tokens} tokens to be verified, but attention of {model.heads} query heads over "
+            f"{model.kv_heads} key heads of {model.head_dim} takes {most} at once: type "
+            f'"{asked}": {fits} or less in --speculative-config'
+        )
 
 
 def _executor_config(

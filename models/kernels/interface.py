@@ -146,14 +146,19 @@ class Kernels(Protocol):
         """The implementation of prefill attention, for records of measurements."""
         return self.name
 
+    def longest_window(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
+        """The most tokens of a row that decode attention takes at once; None where any number is fine."""
+        return None
+
     @property
     def slower_prefill(self) -> str | None:
         """Why prefill attention runs in a slower implementation than the usual one; None where it does not."""
         return None
 
     @property
-    def slower_products(self) -> Mapping[str, str]:
-        """Why matrix products may run in slower kernels than the usual ones, by the name of what takes their place."""
+    def slower_kernels(self) -> Mapping[str, str]:
+        """Why some of what was run may run in slower kernels than the usual ones, by the name of what takes their
+        place."""
         return {}
 
     def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:

@@ -29,7 +29,13 @@ from models.kernels.attention import (
     rope_decode,
     rope_prefill,
 )
-from models.kernels.attention.decode_choice import DecodeChoice, programs_each, programs_of, window_programs
+from models.kernels.attention.decode_choice import (
+    DecodeChoice,
+    longest_window,
+    programs_each,
+    programs_of,
+    window_programs,
+)
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.experts import grouped, grouped_tma, route, streamed
@@ -85,6 +91,7 @@ class NvidiaKernels(Kernels):
         self._attention_partial = torch.empty(_ATTENTION_BYTES // 4, dtype=torch.float32, device=device)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32, device=device)
         self.balanced = balanced
+        self._in_torch: dict[str, str] = {}  # kernels that torch stands in for, and why
 
     # -- embedding, norms and matrix products --------------------------------------------------------------------------
 
@@ -160,6 +167,8 @@ class NvidiaKernels(Kernels):
         all_experts: int,
     ) -> Tensor:
         if not grouped.supports(gate_up_G2IN, down_GNI):
+            share = f"{down_GNI.shape[2]} columns of an expert and {down_GNI.shape[1]} of the model, of which one"
+            self._in_torch["torch_experts"] = f"{share} is no multiple of 16: fewer ranks may share an expert"
             return self._reference.expert_mlp(
                 x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
             )
@@ -301,7 +310,9 @@ class NvidiaKernels(Kernels):
         out_THD: Tensor | None = None,
     ) -> Tensor:
         heads, kv_heads = q_THD.shape[1], kv_layer.shape[3]
-        if q_THD.dtype == torch.float32 and heads // kv_heads * inputs.query_len > _MOST_FLOAT32_ROWS:
+        if q_THD.dtype == torch.float32 and (rows := heads // kv_heads * inputs.query_len) > _MOST_FLOAT32_ROWS:
+            reason = f"in float32 {rows} query rows of a key head are more than {_MOST_FLOAT32_ROWS}"
+            self._in_torch["torch_attention"] = f"{reason}: --dtype bfloat16 has more"
             return self._reference.decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
         return self._triton_attention(q_THD, heads, kv_layer, inputs, scale, None, out_THD)
 
@@ -335,13 +346,16 @@ class NvidiaKernels(Kernels):
     def prefill_name(self) -> str:
         return self._prefill.name
 
+    def longest_window(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
+        return None if dtype == torch.float32 else longest_window(heads, kv_heads, head_dim)
+
     @property
     def slower_prefill(self) -> str | None:
         return self._prefill.slower
 
     @property
-    def slower_products(self) -> Mapping[str, str]:
-        return self.matmul.slower
+    def slower_kernels(self) -> Mapping[str, str]:
+        return {**self.matmul.slower, **self._in_torch}
 
     def prefill_wave(self, heads: int, head_dim: int) -> tuple[int, int]:
         return self._prefill.wave(heads, head_dim)

@@ -448,7 +448,7 @@ class Executor:
     def _count_standing_fallbacks(self) -> None:
         """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
         kernels = self._model.kernels
-        standing = {**self._config.slower, **kernels.slower_products, "torch_kernels": kernels.slower}
+        standing = {**self._config.slower, **kernels.slower_kernels, "torch_kernels": kernels.slower}
         standing["nccl_all_reduce"] = self._model.collectives.slower
         for name, reason in standing.items():
             if reason is not None:

@@ -52,6 +52,8 @@ _PROGRAMS_OF_MIXED_WINDOWS = 8
 _TMA_BLOCK = 32  # keys
 _WINDOW_BLOCK = 64  # keys, of windows over a list
 _WINDOW_LONGEST = 2048  # keys of a split of theirs
+_TALLEST_OF_MANY_WARPS = 256 * 256  # bytes of query rows
+_TALLEST = 512 * 256  # bytes of query rows that any kernel compiles for on an H100
 _SHARED_RESERVE = 27 << 10  # bytes of shared memory that decode attention leaves unused
 
 
@@ -209,6 +211,13 @@ class DecodeChoice:
         return self.balanced and _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
 
 
+def longest_window(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Tokens of a row that decode attention takes at once, of 16 bits: the query rows of a key head, a power of two of
+    them, must fit a program. 0 where not even one token does."""
+    rows = _TALLEST // (2 * padded_dim(head_dim))
+    return (1 << rows.bit_length() - 1) // (heads // kv_heads)
+
+
 def programs_of(inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int) -> int:
     """Programs of balanced attention: for the splits that all rows have, or ``each`` a multiprocessor if more.
 
@@ -328,6 +337,8 @@ def _attention_blocks(
         block_n, warps = 32, 2
     if query_rows >= 64 and not few_windows:
         warps = max(4, query_rows // 16)  # fewer warps would spill so tall a tile
+        if query_rows * row_bytes > _TALLEST_OF_MANY_WARPS:
+            warps = 8  # more warps have too few registers each for the tensor cores' operands: ptxas refuses
     while block_n > 16 and _attention_shared(block_n, stages, query_rows, row_bytes) > shared_bytes:
         block_n //= 2
     return block_n, stages, warps

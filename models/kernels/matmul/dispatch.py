@@ -68,7 +68,7 @@ class MatmulDispatch:
 
     @property
     def slower(self) -> dict[str, str]:
-        """See ``Kernels.slower_products``; of the shapes that were run since the table changed last."""
+        """See ``Kernels.slower_kernels``; of the shapes that were run since the table changed last."""
         found = dict(self._slower)
         stood_in = [shape for shape in self._resolved if self._chosen_cannot_run(shape)]
         if stood_in:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
+from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -53,8 +55,19 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Any:
 def slower(matmul: Any) -> dict[str, str]:
     """As the executor asks for it, to count it (tests/runtime/execute/test_fallbacks.py)."""
     kernels = object.__new__(nvidia.NvidiaKernels)
-    kernels.matmul = matmul
-    return dict(kernels.slower_products)
+    kernels.matmul, kernels._in_torch = matmul, {}
+    return dict(kernels.slower_kernels)
+
+
+def test_experts_that_torch_computes_are_told() -> None:
+    """Eight ranks have 232 columns each of an expert of Nemotron-3-Nano; tensor cores want multiples of 16."""
+    kernels = object.__new__(nvidia.NvidiaKernels)
+    kernels._in_torch, kernels._reference = {}, ReferenceKernels()
+    kernels.matmul = SimpleNamespace(slower={})
+    x, up, down = torch.ones(3, 16), torch.ones(2, 2, 24, 16), torch.ones(2, 16, 24)
+    made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), all_experts=2)
+    assert made.shape == x.shape
+    assert "24 columns of an expert" in kernels.slower_kernels["torch_experts"]
 
 
 @pytest.mark.parametrize("fails", [OSError("libcublasLt.so.13: no such file"), CublasLtError("cublasLtCreate: 1")])

@@ -102,6 +102,21 @@ def test_expert_tiles_of_an_h200_are_those_that_were_measured() -> None:
 WINDOWS = ((8, 64), (64, 64), (128, 64), (256, 64), (32, 16), (128, 16), (256, 16), (8, 128))  # pairs, query rows
 
 
+def test_tall_tiles_have_no_more_warps_than_have_registers() -> None:
+    """ptxas refuses more for sm_90: (query heads a key head, head size) of the shapes in models/shapes, trees of 32."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.attention import decode_choice
+
+    shared = H200.shared_bytes - decode_choice._SHARED_RESERVE
+    for heads, head_dim, warps in ((8, 128, 16), (16, 128, 8), (6, 256, 8), (8, 256, 8)):
+        query_rows = 1 << (32 * heads - 1).bit_length()
+        for pairs, every_split in ((8, True), (64, False), (2048, False)):
+            blocks = decode_choice._attention_blocks(pairs, query_rows, 2 * head_dim, shared, every_split=every_split)
+            assert blocks[2] == warps, (heads, head_dim)
+    longest = [decode_choice.longest_window(*of) for of in ((32, 8, 128), (32, 4, 128), (24, 4, 256), (16, 2, 256))]
+    assert longest == [128, 64, 42, 32]
+
+
 def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.attention import decode_choice

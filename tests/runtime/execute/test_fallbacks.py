@@ -106,7 +106,7 @@ def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
 
 
 class UntunedProducts(ReferenceKernels):
-    slower_products: ClassVar[dict[str, str]] = {"untuned_products": "out of memory"}
+    slower_kernels: ClassVar[dict[str, str]] = {"untuned_products": "out of memory"}
 
 
 class Standing:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models.config import ModelConfig, ModelConfigError
+from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
@@ -227,6 +228,28 @@ def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: 
     keys |= {key: asked[key] for key in asked if key not in ("limit", "vocabulary")}
     with pytest.raises(ConfigError, match=said):
         starting(write(tmp_path, model, {}), keys, limit)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"tree_size": 6},
+            'rows bring 6 tokens .* over 2 key heads of 16 takes 5 at once: type "tree_size": 5',
+        ),
+        (
+            {"tree_size": None, "num_speculative_tokens": 5},
+            'bring 6 tokens .* type "num_speculative_tokens": 4 or',
+        ),
+    ],
+)
+def test_windows_that_no_kernel_takes_are_refused(
+    asked: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceKernels, "longest_window", lambda _, heads, kv_heads, head_dim, dtype: 5)
+    keys = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2, **asked}
+    with pytest.raises(ConfigError, match=said):
+        starting(write(tmp_path, TINY, {}), {key: value for key, value in keys.items() if value is not None})
 
 
 @pytest.mark.parametrize(
