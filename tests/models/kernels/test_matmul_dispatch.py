@@ -64,8 +64,8 @@ def test_experts_that_torch_computes_are_told() -> None:
     kernels = object.__new__(nvidia.NvidiaKernels)
     kernels._in_torch, kernels._reference = {}, ReferenceKernels()
     kernels.matmul = SimpleNamespace(slower={})
-    x, up, down = torch.ones(3, 16), torch.ones(2, 2, 24, 16), torch.ones(2, 16, 24)
-    made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), all_experts=2)
+    x, up, down = torch.ones(3, 16), torch.ones(2, 48, 16), torch.ones(2, 16, 24)
+    made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), all_experts=2)
     assert made.shape == x.shape
     assert "24 columns of an expert" in kernels.slower_kernels["torch_experts"]
 
