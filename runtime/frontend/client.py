@@ -342,6 +342,12 @@ def _check_key_and_arrival(request: PromptRequest) -> None:
         hash(request.key)
     except TypeError:
         raise RequestError(f"key is a {type(request.key).__name__}, but must be hashable") from None
+    try:
+        str(request.key)  # a seed is drawn from it
+    except Exception as error:  # whatever a class of the caller's raises
+        raise RequestError(
+            f"key is of type {type(request.key).__name__}, but str() of it fails: {error!r:.80}"
+        ) from None
     at = request.arrived_at
     if at is not None and (isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at)):
         raise RequestError(f"arrived_at is {at!r:.80}, but must be a time in seconds")

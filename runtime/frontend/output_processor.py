@@ -331,7 +331,8 @@ def drawn_seed(base_seed: int, key: object) -> int:
 
     So it does not depend on the order of requests, nor on which of them an earlier run had finished. 0 <= seed < 2**63.
     """
-    digest = blake2b(f"{base_seed}\x00{type(key).__name__}\x00{key}".encode(), digest_size=8).digest()
+    text = f"{base_seed}\x00{type(key).__name__}\x00{key}"
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()  # a file's name may have surrogates
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -270,6 +270,29 @@ def test_what_is_refused_is_refused_where_it_was_asked() -> None:
     assert len(engine.added) == 2
 
 
+def test_no_key_ends_the_engine() -> None:
+    """Seeds are drawn from keys in the engine's own thread."""
+
+    class Unwritable:
+        def __str__(self) -> str:
+            raise OSError("no text")
+
+    async def program(llm: AsyncEngine, engine: SlowEngine) -> None:
+        other = llm.stream(asked(0, 60))
+        await anext(other)
+        with pytest.raises(
+            RequestError, match=r"key is of type Unwritable, but str\(\) of it fails: OSError\('no text'\)"
+        ):
+            await llm.complete(PromptRequest((1, 7), key=Unwritable()))
+        named = PromptRequest((1, 7), SamplingParams(max_tokens=4), key="caf\udce9")  # os.fsdecode of a Latin-1 name
+        assert (await llm.complete(named)).failed is None
+        last = [delta async for delta in other][-1]
+        assert last.output is not None
+        assert last.output.failed is None
+
+    in_a_loop(program)
+
+
 def test_several_event_loops_share_one_engine() -> None:
     llm = llm_of(SlowEngine())
     found: dict[int, list[Delta]] = {}

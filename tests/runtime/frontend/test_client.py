@@ -339,6 +339,7 @@ def test_a_bad_request_is_refused_before_the_engine_hears_of_it() -> None:
         (replace(good, sampling={}), "the sampling parameters are of type dict"),
         (replace(good, priority=None), "priority is None"),
         (replace(good, key=["a"]), "key is a list, but must be hashable"),
+        (replace(good, key=10**5000), r"key is of type int, but str\(\) of it fails: ValueError"),
         (replace(good, arrived_at="now"), "arrived_at is 'now', but must be a time"),
         ("the dog", "the request is a str, but must be a PromptRequest"),
     ):
