@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from launch.bench.options import BenchCommand
@@ -18,6 +19,7 @@ from launch.daemon.options import DaemonCommand
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
+from launch.ranks.signals import raises_on_sigterm
 from launch.serve.options import ServeCommand
 from launch.sweep.options import SweepCommand, SweepOptions
 from launch.tune.options import TuneCommand
@@ -50,12 +52,14 @@ def _main(command: AnyCommand) -> int:
         return run_chat(command)
     _end_with_launcher()
     try:
-        discover(os.environ)
+        alone = discover(os.environ).topology.world == 1
     except RendezvousError as error:  # before torch is imported, which takes seconds, and minutes on some file systems
         return _refused(command, error)
     from torch.distributed.elastic.multiprocessing.errors import record  # after parsing: --help needs no torch
 
-    code: int | None = record(_run)(command)
+    # One rank alone has no watchdog, and as PID 1 of a container it would not hear a SIGTERM that nobody handles.
+    with raises_on_sigterm() if alone else nullcontext():
+        code: int | None = record(_run)(command)
     return 0 if code is None else code
 
 

@@ -100,9 +100,16 @@ def torchrun(ranks: int, module: str, *arguments: str, **environ: str | None) ->
         return running.wait()
 
 
-def python(module: str, *arguments: str, **environ: str | None) -> Ran:
-    """The same of one process that no launcher started."""
+@contextmanager
+def started_alone(module: str, *arguments: str, **environ: str | None) -> Iterator[Running]:
+    """``started`` of one process that no launcher started."""
     with _started(module, *arguments, **environ) as running:
+        yield running
+
+
+def python(module: str, *arguments: str, **environ: str | None) -> Ran:
+    """``started_alone``, to its end."""
+    with started_alone(module, *arguments, **environ) as running:
         return running.wait()
 
 

@@ -63,8 +63,9 @@ def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngi
     if options.ssl_certfile is not None:
         address = address.replace("http://", "https://", 1)
     processes, beats = ApiProcesses(settings, sockets), Beats()
-    links = processes.start()
+    links: list[ApiLink] = []
     try:
+        links += processes.start()
         log.info("%s", config.describe())
         beats.speak_to(links)
         beats.start()

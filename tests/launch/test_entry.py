@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,14 @@ import launch.__main__ as entry
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ["generate", "--model", "m", "--input", "in.jsonl", "--output", "out.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """After an error SIGTERM is ignored for the rest of a command's process, which here is that of all tests."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("line", [GENERATE, ["bench", "latency", "--model", "m"]], ids=["generate", "bench"])

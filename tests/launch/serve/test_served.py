@@ -21,7 +21,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.torchrun import Running, started
+from tests.parallel.control.ranks import short_folder
+from tests.torchrun import Running, started, started_alone
 
 pytestmark = pytest.mark.multiprocess
 PATIENCE = 120.0
@@ -352,3 +353,15 @@ def test_a_stopped_rank_is_seen_in_health_and_in_the_stream(tmp_path: Path) -> N
         (failure,) = failures
         assert "rank 1" in str(failure)
         assert server.running.wait(PATIENCE).returncode != 0
+
+
+def test_a_sigterm_while_the_model_loads_leaves_no_file() -> None:
+    """Of one rank, which has no watchdog. Its folder for metrics is there from just before it loads."""
+    with short_folder() as folder:
+        uds, words = folder / "serve.sock", ("--model", "models/demo", "--device", "cpu")
+        with started_alone("launch", "serve", *words, "--uds", str(uds), TMPDIR=str(folder)) as running:
+            until(lambda: any(folder.glob("lockstride-serve-*")) or running.ended, "it does not begin to load")
+            os.kill(running.pid, signal.SIGTERM)
+            ran = running.wait(PATIENCE)
+        assert (ran.returncode, uds.exists()) == (143, False), ran.said
+        assert not any(folder.glob("lockstride-serve-*"))
