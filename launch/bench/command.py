@@ -25,7 +25,7 @@ MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {
 
 
 def control(options: BenchOptions) -> int:
-    """Time to agree. Raises UsageError for a way that does not exist."""
+    """Time to agree. Raises UsageError for what ``compare`` refuses."""
     try:
         return compare(options.ranks, options.turns, tuple(options.way), options.output)
     except ValueError as error:

@@ -225,10 +225,19 @@ COLUMNS = ("agree", "round", "call", "max")
 
 
 def ways_here(world: int) -> tuple[str, ...]:
-    """All ways that ``world`` ranks of this machine have: NCCL's needs a GPU for each."""
+    """All ways that ``world`` ranks of this machine have: NCCL's needs a GPU for each, two nodes an even number."""
+    return tuple(way for way in WAYS if not _lacks(way, world))
+
+
+def _lacks(way: str, world: int) -> str:
+    """Why ``world`` ranks of this machine cannot agree so; nothing where they can."""
     import torch
 
-    return tuple(way for way in WAYS if way != "nccl" or world <= torch.cuda.device_count())
+    if way == "nccl" and world > (gpus := torch.cuda.device_count()):
+        return f"each rank needs a GPU, and there are {gpus}: type fewer --ranks or another --way"
+    if "two nodes" in way and world % 2:
+        return f"each node has half of the ranks: type --ranks {world - 1} or {world + 1}, or another --way"
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -249,11 +258,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(ranks: Sequence[int], turns: int, ways: Sequence[str], output: Path | None) -> int:
     """Measure every way with every number of ranks; the table on stdout, JSON in ``output``. ``ways`` () is all that
-    there are, NCCL's where each rank has a GPU. Returns the exit code. Raises ValueError for an unknown way.
+    ``ways_here`` has. Returns the exit code. Raises ValueError for an unknown way, for one that so many ranks do not
+    have, for fewer than two ranks and for an ``output`` that cannot be written.
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no way to agree; the ways are {', '.join(repr(way) for way in WAYS)}")
+    if min(ranks) < 2:
+        raise ValueError(f"--ranks {min(ranks)}: one rank has nobody to agree with; type --ranks 2 or more")
+    for world in ranks:
+        for way in ways:
+            if lack := _lacks(way, world):
+                raise ValueError(f"--way {way!r} with --ranks {world}: {lack}")
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.open("a").close()  # what an earlier run left stays until there is a row
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written: {error}") from error
     rows = []
     heads = " ".join(f"{name + ' p50':>9} {'p99':>9}" for name in COLUMNS)
     print(f"{'way':31} ranks  {heads}  us")
@@ -263,9 +285,9 @@ def compare(ranks: Sequence[int], turns: int, ways: Sequence[str], output: Path 
             rows.append({"way": way, "ranks": world, **measured})
             cells = [f"{measured[n][p]:>9.1f}" if n in measured else " " * 9 for n in COLUMNS for p in ("p50", "p99")]
             print(f"{way:31} {world:>5}  {' '.join(cells)}", flush=True)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"unit": "us", "turns": turns, "cores": os.cpu_count(), "rows": rows}, indent=1))
+            if output is not None:
+                told = {"unit": "us", "turns": turns, "cores": os.cpu_count(), "rows": rows}
+                output.write_text(json.dumps(told, indent=1))
     return 0
 
 

@@ -107,7 +107,10 @@ def _answers(path: Path) -> Iterator[tuple[str, tuple[list[int], list[Any]]]]:
             if "error" in row and "response" not in row:
                 continue
             for index, answer in enumerate(row.get("choices", [row])):
-                yield f"{row['id']!r}[{index}]", (answer["token_ids"], answer.get("logprobs") or [])
+                tokens, scores = answer["token_ids"], answer.get("logprobs") or []
+                if not isinstance(tokens, list) or (scores and len(scores) != len(tokens)):
+                    raise TypeError("tokens are a list, and all of them have log-probabilities or none")
+                yield f"{row['id']!r}[{index}]", (tokens, scores)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}, line {number}: no answer in the simple form of generate") from error
 

@@ -162,14 +162,14 @@ def _anatomy_options(add: OptionAdder) -> None:
 
 
 def _control_options(add: OptionAdder) -> None:
-    add.value("--ranks", "number of ranks; several comma-separated", "ranks", counts, "2,4,8")
+    add.value("--ranks", "number of ranks, from 2; several comma-separated", "ranks", counts, "2,4,8")
     add.value("--turns", "turns of each measurement", "turns", at_least_one)
     add.value(
         "--way",
         "transport to measure; may be repeated",
         "name",
         str,
-        "all; nccl where each rank has a GPU",
+        "all; nccl where each rank has a GPU, two nodes where ranks are even",
         action="append",
     )
     add.value("--output", "write the results as JSON", "file", Path, "not written")

@@ -74,3 +74,6 @@ def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("[1]\n")
     with pytest.raises(UsageError, match="line 1: no answer in the simple form"):
         compare_answers(first, tmp_path / "d.jsonl")
+    for row in ({"token_ids": 5}, {"token_ids": [1, 2], "logprobs": [{"logprob": -0.5}]}):
+        with pytest.raises(UsageError, match=r"e\.jsonl, line 1: no answer in the simple form"):
+            compare_answers(first, write(tmp_path / "e.jsonl", one=row))

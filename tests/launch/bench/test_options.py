@@ -169,13 +169,44 @@ def test_control_measures_the_ways_it_is_told(tmp_path: Path, capsys: pytest.Cap
     assert row["agree"]["p50"] > 0
 
 
-def test_control_refuses_an_unknown_way() -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--way", "telepathy"], "'telepathy' is no way to agree"),
+        (["--ranks", "2,1"], "--ranks 1: one rank has nobody to agree with; type --ranks 2 or more"),
+        (["--ranks", "2", "--way", "nccl"], "--way 'nccl' with --ranks 2: each rank needs a GPU, and there are 0"),
+        (["--ranks", "2,3", "--way", "maximum, two nodes, spin"], "with --ranks 3: each node has half of the ranks"),
+        (["--output", "."], r"--output \. cannot be written: .*Is a directory"),
+    ],
+)
+def test_control_refuses_what_cannot_be_measured(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it measures anything."""
     from launch.bench import command as bench
 
-    command = parse(["bench", "control", "--way", "telepathy"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(bench_control, "measure", no_engine)
+    command = parse(["bench", "control", *words])
     assert isinstance(command, BenchCommand)
-    with pytest.raises(UsageError, match="'telepathy' is no way to agree"):
+    with pytest.raises(UsageError, match=said):
         bench.run(command, {}, no_engine)
+
+
+def test_an_odd_number_of_ranks_has_no_two_nodes() -> None:
+    assert [way for way in bench_control.ways_here(3) if "two nodes" in way] == []
+    assert len([way for way in bench_control.ways_here(4) if "two nodes" in way]) == 2
+
+
+def test_control_keeps_the_rows_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(way: str, world: int, turns: int) -> dict[str, dict[str, float]]:
+        if world == 4:
+            raise RuntimeError("exit codes [1, 0, 0, 0]")
+        return {}
+
+    monkeypatch.setattr(bench_control, "measure", measured)
+    output = tmp_path / "new" / "control.json"
+    with pytest.raises(RuntimeError, match="exit codes"):
+        bench_control.compare((2, 4), turns=1, ways=("gloo",), output=output)
+    assert json.loads(output.read_text())["rows"] == [{"way": "gloo", "ranks": 2}]
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, []), (2, [2]), (4, [2, 4])])
