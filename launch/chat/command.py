@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from launch.chat.options import ChatCommand
@@ -30,7 +31,11 @@ _HELP = "/stats counters, /new another conversation, Ctrl-C ends an answer, /qui
 
 
 def run(command: ChatCommand, typed: TextIO = sys.stdin, screen: TextIO = sys.stdout) -> int:
-    """Until the person leaves; returns 0. Raises UsageError where there is no daemon, and SlotError where it goes."""
+    """Until the person leaves; returns 0.
+
+    Raises UsageError where there is no daemon, or no folder of its model here to read a template from, and SlotError
+    where the daemon goes.
+    """
     try:
         client = SlotClient(command.connect)
     except OSError as error:
@@ -39,8 +44,14 @@ def run(command: ChatCommand, typed: TextIO = sys.stdin, screen: TextIO = sys.st
             f"{command.connect} --model FOLDER"
         ) from error
     with client:
-        template = None if command.plain else ChatTemplate.from_folder(client.facts["model"])
-        screen.write(f"{client.facts['model']}, {'its chat template' if template else 'plain text'}. {_HELP}\n")
+        model = client.facts["model"]
+        if not command.plain and not Path(model).is_dir():
+            raise UsageError(
+                f"--connect {command.connect}: the daemon's model {model} is no folder here, so that its chat template "
+                "cannot be read: type --plain to talk without one"
+            )
+        template = None if command.plain else ChatTemplate.from_folder(model)
+        screen.write(f"{model}, {'its chat template' if template else 'plain text'}. {_HELP}\n")
         try:
             _Conversation(client, command, template, screen).hold(_lines(typed, screen))
         except KeyboardInterrupt:  # at the prompt

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from runtime.daemon.engine import SessionEngine
@@ -133,7 +134,7 @@ class Desk:
         if command.other != 1:
             raise BadLine(f"frames of version {command.other} are not known; type TAGGED 1")
         connection.tagged = True
-        model = self._engine.config.model
+        model = str(Path(self._engine.config.model).resolve())  # a client may be in another folder
         return {"version": 1, "model": model, "max_model_len": self._model.max_model_len, "places": len(self._places)}
 
     def _start(self, connection: Connection, command: Command) -> dict[str, Any]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
-from launch.chat.command import _Conversation
+import pytest
+
+from launch.chat.command import _Conversation, run
 from launch.chat.options import ChatCommand
 from launch.cli import parse
+from launch.errors import UsageError
 from runtime.daemon.client import SlotClient
 from runtime.daemon.frames import Kind
+from tests.runtime.daemon.scripted import ScriptedEngine
 from tests.runtime.daemon.test_server import IDS, PATIENCE_S, alone, served
 
 
@@ -32,6 +37,23 @@ def test_ctrl_c_ends_an_answer_with_its_quantum(tmp_path: Path) -> None:
         assert screen.getvalue() == " [stopped]"
         session.extend([5, 6], max_tokens=3, quantum=3)
         assert session.tokens() == alone(0, (*IDS, *shown, 5, 6), 3)
+
+
+def test_the_template_is_that_of_the_daemon_s_folder(tmp_path: Path) -> None:
+    """Wherever the person is; where that folder is not, nobody talks without a template unawares."""
+    path, model, engine = tmp_path / "slots.sock", tmp_path / "model", ScriptedEngine()
+    model.mkdir()
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    engine.config = replace(engine.config, model=os.path.relpath(model))
+    command = ChatCommand("chat", path, 40, 4, None, None, plain=False)
+    screen = io.StringIO()
+    with served(path, engine):
+        assert run(command, io.StringIO("/quit\n"), screen) == 0
+        assert screen.getvalue().startswith(f"{model.resolve()}, its chat template. ")
+        model.rename(tmp_path / "gone")
+        with pytest.raises(UsageError, match=r"/model is no folder here, .*: type --plain"):
+            run(command, io.StringIO("/quit\n"), screen)
+        assert run(replace(command, plain=True), io.StringIO("/quit\n"), screen) == 0
 
 
 def test_the_command_line() -> None:
