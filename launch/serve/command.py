@@ -6,8 +6,10 @@ Does not know: HTTP (app.py), how turns are taken and told (runtime/frontend/eng
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -117,9 +119,14 @@ def _lead(
 
 def _announce(options: ServeOptions, address: str) -> None:
     if options.address_file is not None:
-        temporary = options.address_file.with_name(options.address_file.name + ".tmp")
+        temporary = _beside(options.address_file)
         temporary.write_text(address + "\n")
         temporary.replace(options.address_file)
+
+
+def _beside(file: Path) -> Path:
+    """Where it is written before it takes the place of ``file``, which is whole whenever somebody reads it."""
+    return file.with_name(file.name + ".tmp")
 
 
 def settings_of(
@@ -155,6 +162,10 @@ def settings_of(
     if options.address_file is not None:
         try:
             options.address_file.parent.mkdir(parents=True, exist_ok=True)
+            if options.address_file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            _beside(options.address_file).touch()
+            _beside(options.address_file).unlink()
         except OSError as error:
             raise UsageError(f"--address-file {options.address_file} cannot be written: {error}") from error
     try:

@@ -42,6 +42,8 @@ def test_settings_travel_unchanged() -> None:
         (["--ssl-certfile", "pyproject.toml"], "--ssl-certfile pyproject.toml cannot be used"),
         (["--ssl-certfile", "pyproject.toml", "--ssl-keyfile", "nowhere"], "--ssl-keyfile nowhere: there is no such"),
         (["--address-file", "pyproject.toml/address"], "--address-file pyproject.toml/address cannot be written"),
+        (["--address-file", "models"], "--address-file models cannot be written: .* Is a directory"),
+        (["--address-file", "/proc/address"], "--address-file /proc/address cannot be written"),
         (["--api-key-file", "nowhere"], "cannot be read"),
         (["--api-key", "\u00e9"], "no HTTP header"),
     ],
@@ -53,7 +55,7 @@ def test_what_cannot_be_is_refused_at_once(words: list[str], said: str) -> None:
 
 def test_the_folder_of_the_address_is_made_before_anything_is_loaded(tmp_path: Path) -> None:
     settings("--address-file", str(tmp_path / "new" / "address"))
-    assert (tmp_path / "new").is_dir()
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_beyond_loopback_a_key_or_insecure_is_enough(tmp_path: Path) -> None:
