@@ -16,8 +16,8 @@ from launch.embed import open_engine
 from runtime.config import EngineConfig
 from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
 from runtime.engine import Engine
-from runtime.frontend.async_engine import AsyncEngine, EngineStopped
-from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.client import EngineClient, EngineStopped, PromptRequest
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.validation import RequestError
 from runtime.schedule.request import FinishReason, SamplingParams

@@ -271,6 +271,11 @@ class Engine:
         return self.control.rank == 0
 
     @property
+    def stopped(self) -> bool:
+        """The agreed end is in effect: it takes no further turn, and no other client."""
+        return self.control.stopped
+
+    @property
     def has_work(self) -> bool:
         """Whether taking a turn can change anything (leader)."""
         scheduler = self.scheduler

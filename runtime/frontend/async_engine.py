@@ -28,7 +28,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest
+from runtime.frontend.client import EngineClient, EngineStopped, PreparedPrompt, PromptRequest
 from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
@@ -39,10 +39,6 @@ _IDLE_SECONDS = 0.25  # longest wait for an order before the engine is asked aga
 log = logging.getLogger(__name__)
 
 _Letter = Delta | RequestOutput | Exception
-
-
-class EngineStopped(RuntimeError):
-    """The engine takes no more requests: it was closed, or it failed; then ``__cause__`` says of what."""
 
 
 class _Submit:
@@ -68,7 +64,8 @@ class _Close:
 class AsyncEngine:
     """See the module's docstring. Nobody else may use ``engine`` from here on until ``close`` has returned.
 
-    ``prepare``, ``stream``, ``complete`` and ``close`` may be called in any thread and any event loop.
+    ``prepare``, ``stream``, ``complete`` and ``close`` may be called in any thread and any event loop. Raises
+    EngineStopped for an engine that another client's end has stopped.
     """
 
     def __init__(self, engine: EngineProtocol, tokenizer: Tokenizer | None = None) -> None:

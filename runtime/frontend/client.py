@@ -88,12 +88,17 @@ class EngineIdle(RuntimeError):
     """The engine has nothing to do, but requests that it was given have not ended: a fault of the engine."""
 
 
+class EngineStopped(RuntimeError):
+    """The engine takes no more requests: it was closed, or it failed; then ``__cause__`` says of what."""
+
+
 class EngineClient:
     """See the module's docstring.
 
     ``tokenizer``: None takes that of the model's folder, where it has one; TokenizerError if that cannot be read.
     ``text`` False leaves texts empty, needs no tokenizer, and makes a turn cost next to nothing here.
     ``concurrency``: sequences that the engine may have at once; by default as many as keep it busy (``capacity_of``).
+    Its end is the engine's: EngineStopped for a client over one that was stopped.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class EngineClient:
         concurrency: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        _check_running(engine)
         if tokenizer is None and text:
             tokenizer = Tokenizer.if_any(engine.config.model)
         self.engine = engine
@@ -153,8 +159,9 @@ class EngineClient:
         """Take a request; returns its key. It waits here, by priority, until the engine has room for it.
 
         A request without a seed gets one from EngineConfig.seed and its key, so that a run can be repeated. Raises
-        RequestError, also for a key that is in use.
+        RequestError, also for a key that is in use, and EngineStopped after ``close``.
         """
+        _check_running(self.engine)
         prepared = request if isinstance(request, PreparedPrompt) else self.prepare(request)
         asked, sampling = prepared.request, prepared.sampling
         _check_key_and_arrival(asked)
@@ -247,8 +254,10 @@ class EngineClient:
         """Hand over what the engine has room for, and take one turn of it.
 
         Blocks until the oldest step in flight has landed, which is a step's time while anything runs. Every submitted
-        request is in ``finished`` of exactly one turn. Raises whatever the engine raises: then it is lost.
+        request is in ``finished`` of exactly one turn. Raises EngineStopped after ``close``, and whatever the engine
+        raises: then it is lost.
         """
+        _check_running(self.engine)
         self._feed()
         output = self.engine.step()
         at = self._clock()
@@ -334,6 +343,14 @@ def capacity_of(engine: EngineProtocol) -> int:
     """Sequences to keep with the engine: those that run, and as many as may take over from them."""
     config = engine.config
     return config.data_parallel * (config.max_num_seqs + min(config.max_num_seqs, config.max_waiting))
+
+
+def _check_running(engine: EngineProtocol) -> None:
+    """Raises EngineStopped."""
+    if engine.stopped:
+        raise EngineStopped(
+            "this engine was stopped when its client closed: keep one client for all requests, or open another engine"
+        )
 
 
 def _check_key_and_arrival(request: PromptRequest) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from runtime.config import EngineConfig
-from runtime.frontend.async_engine import AsyncEngine, EngineStopped
-from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.client import EngineClient, EngineStopped, PromptRequest
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.validation import RequestError
 from runtime.plan_late import PlanLate
@@ -225,6 +225,8 @@ def test_closing_ends_every_stream() -> None:
             await llm.complete(asked(1))
         await llm.close()
         assert llm.live == 0
+        with pytest.raises(EngineStopped, match="stopped when its client closed"):
+            llm_of(engine)
 
     asyncio.run(run())
     assert engine.stopped

@@ -13,7 +13,7 @@ import pytest
 
 import runtime.frontend.client as client_module
 from runtime.config import EngineConfig
-from runtime.frontend.client import EngineClient, EngineIdle, PromptRequest, Turn
+from runtime.frontend.client import EngineClient, EngineIdle, EngineStopped, PromptRequest, Turn
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.validation import RequestError
@@ -320,6 +320,21 @@ def test_closing_stops_the_engine_once() -> None:
         turns(client, [asked(1)])
     client.close()
     assert stops == [False]
+
+
+def test_an_engine_has_one_client() -> None:
+    with rig(rows=2) as engine:
+        with EngineClient(engine, text=False) as client:
+            assert len(outputs(turns(client, [PromptRequest((5, 6), SamplingParams(max_tokens=3))]))) == 1
+        words = "this engine was stopped when its client closed: keep one client for all requests, or open another"
+        with pytest.raises(EngineStopped, match=words):
+            EngineClient(engine, text=False)
+        with pytest.raises(EngineStopped, match=words):
+            client.submit(asked(1))
+        with pytest.raises(EngineStopped, match=words):
+            client.turn()
+        engine.stop = lambda: None  # type: ignore[method-assign]  # the rig stops it, too, and an engine stops once
+    del engine.stop
 
 
 # ---- what is refused ----
