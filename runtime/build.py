@@ -201,12 +201,12 @@ def build_engine(
         if watchdog is not None:
             watchdog.attend(scheduler.digest, observe.recent)
             executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-        at_end = _at_end(load_report(config, model, split), executor, model)
+        at_end, release = load_report(config, model, split), _release(executor, model)
         groups, router = _groups(config, control, exchange)
         thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
         late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
         return Engine(
-            config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late
+            config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late, release
         )
     except BaseException:
         if watchdog is None:  # else this process ends, and the other ranks are told before anything is waited for
@@ -214,18 +214,16 @@ def build_engine(
         raise
 
 
-def _at_end(report: Callable[[], None] | None, executor: Executor, model: Decoder) -> Callable[[], None]:
+def _release(executor: Executor, model: Decoder) -> Callable[[], None]:
     """What is done when the device is at rest. A closed engine that a program still refers to holds no memory: another
     engine may want it.
     """
 
-    def end() -> None:
-        if report is not None:
-            report()
+    def release() -> None:
         executor.pool.release()
         give_back(model.parameters())
 
-    return end
+    return release
 
 
 def _require_invariance(model: Decoder) -> None:

@@ -11,8 +11,10 @@ Knows: the order of the four verbs and where the loop waits. Does not know: how 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -85,7 +87,8 @@ class _Flight(NamedTuple):
 class Engine:
     """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_protocol.py
     says what they promise. Made by build.py. ``at_end`` is called once, when everything has landed and the
-    device is at rest; not after an error. ``thaw`` is called when the engine closes, after an error too, and may be
+    device is at rest; not after an error. ``release``, called behind it, gives all memory back; after an error, too,
+    where this rank is alone. ``thaw`` is called when the engine closes, after an error too, and may be
     called more than once (gc_freeze.py). ``groups`` and ``router`` are there where several groups share experts: what
     they launch together, and whose requests are whose. ``late``: whether the leader's turns may be put off, and for how
     long.
@@ -105,6 +108,7 @@ class Engine:
         router: RequestRouter | None = None,
         thaw: Callable[[], None] | None = None,
         late: PlanLate | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.model_config = model
@@ -117,6 +121,8 @@ class Engine:
         self._groups = groups
         self._router = router
         self._thaw = thaw
+        self._release = release
+        self._thread: threading.Thread | None = None  # that takes turns, where it is another than the one that opened
         self._late = late or NeverLate()
         self._in_flight: deque[_Flight] = deque()
         self._outbox = open_pending_events(config)
@@ -230,6 +236,7 @@ class Engine:
             at_end, self._at_end = self._at_end, None
             if at_end is not None:
                 at_end()
+            self._give_memory_back()
         finally:
             self._release_heap()
             if self._watchdog is not None:
@@ -259,6 +266,26 @@ class Engine:
             self._watchdog.fail(error)
         self.control.abort(f"{type(error).__name__}: {error}")
         self.control.close()
+        if self._watchdog is None and not self._turned_elsewhere():
+            self._end_alone()
+
+    def _end_alone(self) -> None:
+        """After an error, with no other rank that a collective could wait for: a variable of a notebook may keep this
+        engine, and the next one needs its memory.
+        """
+        with suppress(Exception):  # what the device has to say was said, or is worth less than the error itself
+            self.executor.close()
+            self._give_memory_back()
+
+    def _turned_elsewhere(self) -> bool:
+        """Whether another thread may be in the middle of a step: it needs the memory."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def _give_memory_back(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def _release_heap(self) -> None:
         if self._thaw is not None:
@@ -325,6 +352,7 @@ class Engine:
 
     def bind_thread(self) -> None:
         """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""
+        self._thread = threading.current_thread()
         self.executor.device.bind_thread()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
