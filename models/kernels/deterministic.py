@@ -79,10 +79,22 @@ class DeterministicKernels(Kernels):
         return norm.silu_mul(gate_up_T2I, self.pdl)
 
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return matmul.linear(x_TN, weight_ON, bias_O, self._sums, self._counters, pdl=self.pdl)
+        return self._linear(x_TN, weight_ON, bias_O)
 
     def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        return matmul.linear(x_TN, gate_up_2IN, None, self._sums, self._counters, gate_up=True, pdl=self.pdl)
+        return self._linear(x_TN, gate_up_2IN, None, gate_up=True)
+
+    def _linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None, *, gate_up: bool = False) -> Tensor:
+        return matmul.linear(
+            x_TN,
+            weight_ON,
+            bias_O,
+            self._sums,
+            self._counters,
+            gate_up=gate_up,
+            shared_bytes=self.traits.shared_bytes,
+            pdl=self.pdl,
+        )
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +140,16 @@ class DeterministicKernels(Kernels):
         if not grouped.supports(gate_up_G2IN, down_GNI):
             shapes = f"{tuple(gate_up_G2IN.shape)} and {tuple(down_GNI.shape)}"
             raise RuntimeError(f"experts of {shapes} have no batch-invariant kernel: tensor cores need multiples of 16")
-        return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+        return grouped.expert_mlp(
+            x_TN,
+            gate_up_G2IN,
+            down_GNI,
+            weights_TC,
+            local_TC,
+            self.pdl,
+            all_experts=all_experts,
+            shared_bytes=self.traits.shared_bytes,
+        )
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

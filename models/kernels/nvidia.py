@@ -183,7 +183,16 @@ class NvidiaKernels(Kernels):
             tiles = long_list_tiles(mean, experts, hidden, inner, self.traits, gate_up_G2IN.shape[1])
             if tiles is not None:
                 return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
-        return grouped.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, all_experts=all_experts)
+        return grouped.expert_mlp(
+            x_TN,
+            gate_up_G2IN,
+            down_GNI,
+            weights_TC,
+            local_TC,
+            self.pdl,
+            all_experts=all_experts,
+            shared_bytes=self.traits.shared_bytes,
+        )
 
     def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
         if x_TN.dtype == torch.float32:

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import Tiles, default_tiles
+from models.kernels.traits import H200
 
 BATCH_INVARIANT = True  # in a tile of any size a sum is one accumulator over K in ascending order, never split
 
@@ -155,8 +156,10 @@ def expert_mlp(
     tiles: tuple[Tiles, Tiles] | None = None,
     *,
     all_experts: int,
+    shared_bytes: int = H200.shared_bytes,
 ) -> Tensor:
-    """See the Kernels protocol. ``tiles``: of gate-up and of down; by default those of tiles.py."""
+    """See the Kernels protocol. ``tiles``: of gate-up and of down; by default those of tiles.py that fit a program's
+    ``shared_bytes`` (DeviceTraits)."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
@@ -164,7 +167,8 @@ def expert_mlp(
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
     mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
-    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, gate_up_G2IN.shape[1])
+    up_rows = gate_up_G2IN.shape[1]
+    up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, up_rows, shared_bytes=shared_bytes)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
     terms_PN = x_TN.new_empty(tokens * choices, hidden)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models.kernels.shared_memory import fitting_steps
 from models.kernels.traits import H200, DeviceTraits
 
 
@@ -53,11 +54,18 @@ def without_lists(tokens: int, choices: int, experts: int) -> bool:
 
 
 def default_tiles(
-    mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, up_rows: int | None = None
+    mean: float,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype = torch.bfloat16,
+    up_rows: int | None = None,
+    *,
+    shared_bytes: int = H200.shared_bytes,
 ) -> tuple[Tiles, Tiles]:
     """Tiles of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner] for lists of ``mean`` tokens on average.
 
-    ``up_rows``: rows of an expert's first matrix, ``inner`` where it has no gate.
+    ``up_rows``: rows of an expert's first matrix, ``inner`` where it has no gate. ``shared_bytes``: the most shared
+    memory of a program (DeviceTraits).
 
     Up to 128 tokens nearly every list is one block, since each block of an expert reads its weights again. float32,
     without tensor cores, gets at most 64 rows: larger tiles fit neither registers nor shared memory.
@@ -66,7 +74,8 @@ def default_tiles(
     gate_up, down = _BY_ROOM[room]
     if dtype == torch.float32:
         gate_up = down = Tiles(min(room, 64), 64, 32, 3, 4)
-    return _dividing(gate_up, up_rows or 2 * inner, hidden), _dividing(down, hidden, inner)
+    gate_up, down = _dividing(gate_up, up_rows or 2 * inner, hidden), _dividing(down, hidden, inner)
+    return _fitting(gate_up, dtype.itemsize, shared_bytes), _fitting(down, dtype.itemsize, shared_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,14 @@ def long_list_tiles(
 def _dividing(tiles: Tiles, outputs: int, inner: int) -> Tiles:
     block_o, block_k = min(tiles.block_o, largest_power(outputs)), min(tiles.block_k, largest_power(inner))
     return replace(tiles, block_o=block_o, block_k=block_k)
+
+
+def _fitting(tiles: Tiles, element_bytes: int, shared_bytes: int) -> Tiles:
+    rows = tiles.block_m + tiles.block_o
+    block_k, stages = fitting_steps(
+        tiles.block_k, tiles.stages, rows=rows, element_bytes=element_bytes, shared_bytes=shared_bytes
+    )
+    return replace(tiles, block_k=block_k, stages=stages)
 
 
 def room_for(mean: float) -> int:

@@ -15,7 +15,7 @@ additions. Which tile of tokens an element is in, and where, changes who compute
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,6 +24,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.shared_memory import fitting_steps
+from models.kernels.traits import H200
 
 BATCH_INVARIANT = True
 COUNTERS = 8192  # tiles that a launch may have where segments are programs
@@ -59,8 +61,22 @@ def segments_of(weight_rows: int, inner: int) -> int:
     return max((n for n in fitting if tiles * n <= _ENOUGH), default=1)
 
 
-def tile_for(tokens: int, segments: int, dtype: torch.dtype) -> Tile:
-    """The tile of a launch. Its choice changes no sum (tests/gpu/test_deterministic_gpu.py)."""
+def tile_for(tokens: int, segments: int, dtype: torch.dtype, shared_bytes: int = H200.shared_bytes) -> Tile:
+    """The tile of a launch that fits a program's ``shared_bytes`` (DeviceTraits). Its choice changes no sum
+    (tests/gpu/test_deterministic_gpu.py)."""
+    tile = _fast_tile(tokens, segments, dtype)
+    columns, stages = fitting_steps(
+        tile.columns,
+        tile.stages,
+        rows=tile.tokens + tile.weights,
+        element_bytes=dtype.itemsize,
+        shared_bytes=shared_bytes,
+    )
+    return replace(tile, columns=columns, stages=stages)
+
+
+def _fast_tile(tokens: int, segments: int, dtype: torch.dtype) -> Tile:
+    """What was fast on an H200."""
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
         return Tile(16 if tokens <= 16 else 32, 64, 32, 3, 4)
     if tokens <= 64:
@@ -204,14 +220,16 @@ def linear(
     gate_up: bool = False,
     tile: Tile | None = None,
     apart: bool | None = None,
+    shared_bytes: int = H200.shared_bytes,
     pdl: bool,
 ) -> Tensor:
     """y = x @ W^T + bias [M, O], with SiLU-mul behind where asked (then [M, O / 2]). A row of y has the same bits
     whatever M is, and wherever the row is.
 
-    ``tile``, ``apart`` (segments as programs): how the work is divided, by default by what is likely fast; no bit
-    depends on them. ``partial`` float32 has room for ``workspace_floats``, or segments are not programs; ``counters``
-    int32 [COUNTERS] is zero and is left zero; both are for one stream.
+    ``tile``, ``apart`` (segments as programs): how the work is divided, by default by what is likely fast and fits a
+    program's ``shared_bytes`` (DeviceTraits); no bit depends on them. ``partial`` float32 has room for
+    ``workspace_floats``, or segments are not programs; ``counters`` int32 [COUNTERS] is zero and is left zero; both are
+    for one stream.
     """
     x_MK = x_MK.contiguous()
     rows, inner = x_MK.shape
@@ -221,7 +239,7 @@ def linear(
     if rows == 0:
         return out_MO
     segments = segments_of(weight_rows, inner)
-    tile = tile or tile_for(rows, segments, x_MK.dtype)
+    tile = tile or tile_for(rows, segments, x_MK.dtype, shared_bytes)
     columns = min(tile.columns, max(16, triton.next_power_of_2(inner)))
     width = tile.weights // (2 if gate_up else 1)
     tiles = triton.cdiv(outputs, width) * triton.cdiv(rows, tile.tokens)
