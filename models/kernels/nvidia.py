@@ -246,7 +246,7 @@ class NvidiaKernels(Kernels):
         else:
             most = max(_MOST_STEPS, rows.window)
             delta_step.delta_steps(qkv_TC, *rest, most=most)
-            delta_chunk.delta_chunks(qkv_TC, *rest, most=most)
+            delta_chunk.delta_chunks(qkv_TC, *rest, most=most, shared_bytes=self.traits.shared_bytes)
         if rows.replays:
             return out_TV
         return gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, self.pdl)

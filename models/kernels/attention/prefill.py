@@ -31,11 +31,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PlanTable, PrefillAttention
 from models.kernels.attention.query import LOG2_E, padded_dim
-from models.kernels.traits import DeviceTraits
+from models.kernels.traits import H200, DeviceTraits
 
 _FIELDS = 4  # of a listed tile
 _FEW_TILES = 64  # up to so many, Python lists them sooner than numpy
 _PROGRAMS_A_MULTIPROCESSOR = 4  # at most: each takes long tiles and short ones in turn
+_SHARED_OF_WIDE_HEADS = 104 << 10  # bytes, of 64 keys of 256 dims on GPUs without wgmma
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -169,11 +170,13 @@ class Blocks:
     warps: int
 
 
-def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
-    """Blocks that fit an H100 or H200 without spilling (tests/models/kernels/test_compiled_kernels.py)."""
+def blocks_for(dtype: torch.dtype, head_dim: int, shared_bytes: int = H200.shared_bytes) -> Blocks:
+    """Blocks that fit an H100 or H200 without spilling, and a program's ``shared_bytes`` (DeviceTraits)."""
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
         return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
-    return Blocks(64, 64, 3, 4) if head_dim <= 128 else Blocks(64, 64, 2, 8)
+    if head_dim <= 128:
+        return Blocks(64, 64, 3, 4)
+    return Blocks(64, 64 if shared_bytes >= _SHARED_OF_WIDE_HEADS else 32, 2, 8)
 
 
 def heads_of_a_tile(group: int, block_m: int) -> int:
@@ -242,7 +245,7 @@ class TiledPrefill:
     """Packed causal prefill for 16-bit dtypes and float32, heads of up to 256 dims."""
 
     def __init__(self, device: torch.device, traits: DeviceTraits) -> None:
-        self._device, self._pdl = device, traits.dependent_launch
+        self._device, self._pdl, self._shared_bytes = device, traits.dependent_launch, traits.shared_bytes
         self._programs = _PROGRAMS_A_MULTIPROCESSOR * traits.multiprocessors
 
     @staticmethod
@@ -251,20 +254,20 @@ class TiledPrefill:
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> Tiles:
         """The tiles of these rows; their copy to the device is asynchronous."""
-        a_tile = _tokens_of_a_tile(heads, kv_layer)
+        a_tile = self._tokens_of_a_tile(heads, kv_layer)
         return Tiles.of(inputs, a_tile, self._device)
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedTiles:
         """The planned tiles of launches that are captured."""
-        return RepeatedTiles(self._device, len(page_table_BP), max_tokens, _tokens_of_a_tile(heads, kv_layer))
+        return RepeatedTiles(self._device, len(page_table_BP), max_tokens, self._tokens_of_a_tile(heads, kv_layer))
 
     def run(
         self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
     ) -> Tensor:
         """See Kernels.prefill_attention. ``planned`` must be of the same shapes."""
-        blocks = blocks_for(q_THD.dtype, q_THD.shape[-1])
+        blocks = blocks_for(q_THD.dtype, q_THD.shape[-1], self._shared_bytes)
         return prefill_attention(
             q_THD,
             kv_layer,
@@ -275,6 +278,11 @@ class TiledPrefill:
             programs=self._programs,
             pdl=self._pdl,
         )
+
+    def _tokens_of_a_tile(self, heads: int, kv_layer: Tensor) -> int:
+        *_, kv_heads, head_dim = kv_layer.shape
+        block_m = blocks_for(kv_layer.dtype, head_dim, self._shared_bytes).m
+        return block_m // heads_of_a_tile(heads // kv_heads, block_m)
 
 
 class Tiles:
@@ -381,9 +389,3 @@ def prefill_attention(
         launch_pdl=pdl,
     )
     return out_THD
-
-
-def _tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:
-    *_, kv_heads, head_dim = kv_layer.shape
-    block_m = blocks_for(kv_layer.dtype, head_dim).m
-    return block_m // heads_of_a_tile(heads // kv_heads, block_m)

@@ -35,6 +35,7 @@ from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
 from models.kernels.recurrent.conv import row_bounds
 from models.kernels.recurrent.delta_step import L2_EPS, softplus
+from models.kernels.traits import H200
 
 _CHUNK, _CHUNK_FLOAT32 = 64, 32  # wider operands would not leave products of 64 tokens enough registers
 _PIECE = tl.constexpr(16)  # tokens whose triangle is inverted row by row
@@ -44,7 +45,7 @@ PREPARE_WARPS, PREPARE_WARPS_FLOAT32 = 4, 8
 SCAN_V, SCAN_V_FLOAT32 = 64, 16  # values of a program: 64 are the rows of a product of one group of four warps
 SCAN_WARPS, SCAN_WARPS_FLOAT32 = 4, 8
 SCAN_STAGES, SCAN_STAGES_FLOAT32 = 3, 1  # chunks in shared memory, at 56 KiB each where K and V are 128
-_SHARED = 200 * 1024  # bytes, of all of these
+_SHARED = 200 << 10  # bytes, of all of these
 
 
 @triton.jit
@@ -273,6 +274,17 @@ def none_is_long(tokens: int, rows: StateRows, most: int) -> bool:
     return longest <= most
 
 
+def scan_stages(block_k: int, block_v: int, dtype: torch.dtype, shared_bytes: int = H200.shared_bytes) -> int:
+    """Pipeline stages of a scan by programs of ``block_v`` values that fit a program's ``shared_bytes``."""
+    wide = dtype == torch.float32
+    chunk, stages = (_CHUNK_FLOAT32, SCAN_STAGES_FLOAT32) if wide else (_CHUNK, SCAN_STAGES)
+    operands = chunk * (2 * block_k + block_v + 2 * chunk) * dtype.itemsize
+    factors = 4 * (4 * chunk + 4)  # float32: four a token, and the last token's
+    state = block_v * block_k * dtype.itemsize  # what changes its layout between two products is no larger
+    # wgmma reads a chunk while the next ones are loaded; without, the last stage's chunk is in registers.
+    return max(1, min(stages, _SHARED // operands, 1 + (shared_bytes - state) // (operands + factors)))
+
+
 def delta_chunks(
     qkv_TC: Tensor,
     b_TH: Tensor,
@@ -284,10 +296,12 @@ def delta_chunks(
     pdl: bool,
     *,
     most: int,
+    shared_bytes: int = H200.shared_bytes,
 ) -> Tensor:
     """S q of Kernels.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone.
 
-    None of these is undecided (``StateRows.writes_B``).
+    None of these is undecided (``StateRows.writes_B``). ``shared_bytes``: the most shared memory of a program
+    (DeviceTraits).
     """
     tokens, count, device = len(qkv_TC), len(rows.slots_B), qkv_TC.device
     ragged = rows.ends_B is not None
@@ -335,8 +349,6 @@ def delta_chunks(
         **shape,
     )
     block_v = min(block_v, SCAN_V_FLOAT32 if wide else SCAN_V)
-    stages = SCAN_STAGES_FLOAT32 if wide else SCAN_STAGES
-    stages = max(1, min(stages, _SHARED // (chunk * (2 * block_k + block_v + 2 * chunk) * dtype.itemsize)))
     _scan_kernel[(triton.cdiv(rule.v_dim, block_v), heads, long_rows)](
         qkv_TC,
         state_SHVK,
@@ -350,7 +362,7 @@ def delta_chunks(
         V=rule.v_dim,
         BLOCK_V=block_v,
         STRIDE=qkv_TC.stride(0),
-        STAGES=stages,
+        STAGES=scan_stages(block_k, block_v, dtype, shared_bytes),
         num_warps=SCAN_WARPS_FLOAT32 if wide else SCAN_WARPS,
         **shape,
     )

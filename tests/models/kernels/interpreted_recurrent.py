@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -22,6 +20,7 @@ from models.inputs import StateRows
 from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
 from models.kernels.reference import ReferenceKernels
+from models.kernels.traits import H200
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
@@ -36,8 +35,7 @@ class InterpretedRecurrent(NvidiaKernels):
     """The part of NvidiaKernels that keeps slot state, without a GPU."""
 
     def __init__(self) -> None:
-        self.device, self.pdl = torch.device("cpu"), False
-        self.traits = cast(Any, SimpleNamespace())
+        self.device, self.traits, self.pdl = torch.device("cpu"), H200, False
 
 
 def close(found: Tensor, expected: Tensor, what: str) -> None:

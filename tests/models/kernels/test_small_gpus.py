@@ -74,3 +74,26 @@ def test_tiles_of_deterministic_products_fit() -> None:
     assert tile_for(8192, 4, BF16, LARGE[1]) == Tile(128, 128, 128, 3, 8)
     assert tile_for(8192, 1, BF16, SMALL) == Tile(128, 256, 64, 3, 8)
     assert tile_for(8192, 4, BF16, SMALL) == Tile(128, 128, 64, 3, 8)
+
+
+def test_prefill_attention_of_wide_heads_has_blocks_of_half_the_keys() -> None:
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.attention.prefill import Blocks, blocks_for
+
+    assert blocks_for(BF16, 256, SMALL) == Blocks(64, 32, 2, 8)
+    for large in LARGE:
+        assert blocks_for(BF16, 256, large) == Blocks(64, 64, 2, 8)
+    for dtype, head_dim in ((BF16, 128), (torch.float32, 128), (torch.float32, 256)):
+        assert len({blocks_for(dtype, head_dim, shared) for shared in (SMALL, *LARGE)}) == 1
+
+
+def test_scans_of_the_gated_delta_rule_have_a_stage_less() -> None:
+    """The numbers of larger GPUs are those of before shared memory was asked for."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.recurrent.delta_chunk import scan_stages
+
+    dims = (64, 128, 256, 512)  # K; a program has at most 64 values
+    assert [scan_stages(dim, 64, BF16, SMALL) for dim in dims] == [3, 2, 1, 1]
+    for large in LARGE:
+        assert [scan_stages(dim, 64, BF16, large) for dim in dims] == [3, 3, 2, 1]
+        assert [scan_stages(dim, 16, torch.float32, large) for dim in dims] == [1] * 4
