@@ -24,6 +24,7 @@ from models.inputs import PrefillAttention, StateRows, StateTree, empty_kv_layer
 from models.kernels.attention import rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
+from models.kernels.deterministic import DeterministicKernels
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.interface import DeltaRule
@@ -521,6 +522,38 @@ def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dty
         kernels.gated_add(x, x, x, torch.empty(2048, dtype=dtype, device=META))
 
 
+def small_gpus(driver: CompilingDriver) -> None:
+    """For an L40S or RTX 4090 (99 KiB of shared memory a program): every launch that has larger tiles on an H200."""
+    driver.capability = (8, 9)
+    play_an_h200(driver.capability)
+    kernels, same = NvidiaKernels(META, prefill="triton"), DeterministicKernels(META)
+    made = partial(torch.empty, dtype=torch.bfloat16, device=META)
+    driver.package = "models.kernels.experts.grouped"
+    for tokens in (700, 8192):
+        driver.where = f"experts of 30B-A3B, {tokens} tokens"
+        weights = torch.empty(tokens, 8, device=META)
+        up, down = made(128, 2 * 768, 2048), made(128, 2048, 768)
+        kernels.expert_mlp(made(tokens, 2048), up, down, weights, weights.int(), all_experts=128)
+    driver.package = "models.kernels.attention."
+    driver.where = "prefill attention, heads of 256"
+    kv = empty_kv_layer(9, 64, 2, 256, torch.bfloat16, "meta")
+    inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
+    inputs = kernels.plan_prefill(inputs, 16, 2, 256, kv)
+    kernels.prefill_attention(made(300, 16, 256), kv, inputs, 0.1)
+    driver.package = "models.kernels.matmul.invariant"
+    for outputs in (24576, 4096):  # K whole and in segments
+        driver.where = f"deterministic product of {outputs} columns"
+        same.linear(made(8192, 4096), made(outputs, 4096))
+    driver.package = "models.kernels.recurrent.delta_chunk"
+    driver.where = "gated delta net, a prompt"
+    head = torch.empty(32, device=META)
+    rule = DeltaRule(16, 32, 128, 128, head, head, torch.empty(128, device=META), 1e-6)
+    slots, positions = (torch.empty(n, dtype=torch.int64, device=META) for n in (8, 2048))
+    given = made(2048, 8192 + 4096 + 64), made(8192, 4), made(9, 4, 8192), rule
+    state = torch.empty(9, 32, 128, 128, device=META)
+    kernels.conv_gated_delta(*given, state, StateRows(slots, slots), positions)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "drawn": drawn_guesses,
@@ -542,6 +575,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "slot-state": slot_state,
     "more-slot-state": more_slot_state,
     "table": shipped_table,
+    "small-gpus": small_gpus,
     "too-much": too_much,
 }
 

@@ -85,7 +85,8 @@ def _up(number: int, unit: int) -> int:
 class CompilingDriver:
     """Triton's active driver once ``activate``d. ``found``: every kernel that was launched, once, in order.
 
-    ``where`` is written into what is found. Nothing is refused for its shared memory: that is for the reader to judge.
+    ``where`` is written into what is found. ``capability``: of the GPU to compile for. Nothing is refused for its
+    shared memory: that is for the reader to judge.
     Machine code is read once a kernel and set of its switches, for disassembling takes as long as compiling.
     Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it. ``package``:
     only its kernels are compiled, if it is set.
@@ -94,6 +95,7 @@ class CompilingDriver:
     def __init__(self, *, compile: bool = True) -> None:
         self.where = ""
         self.package = ""
+        self.capability = CAPABILITY
         self.found: dict[str, Compiled] = {}
         self.asked: dict[tuple[str, str], str] = {}
         self._compile = compile
@@ -108,7 +110,7 @@ class CompilingDriver:
         return self
 
     def get_current_target(self) -> GPUTarget:
-        major, minor = CAPABILITY
+        major, minor = self.capability
         return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> int:

@@ -71,10 +71,11 @@ SAMPLING = (
 )
 
 
-def play_an_h200() -> None:
-    """What the wrappers ask torch, FlashInfer and cuBLASLt about the device is answered as on an H200. For good."""
+def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
+    """What the wrappers ask torch, FlashInfer and cuBLASLt about the device is answered as on an H200, but for its
+    ``capability``. For good."""
     cuda: Any = torch.cuda
-    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     modules: tuple[Any, ...] = (nvidia, dispatch, deterministic, sampler, logprobs)
