@@ -68,6 +68,7 @@ class InterpretedKernels(NvidiaKernels):
         self._attention_partial = torch.full((1 << 20,), math.nan)
         self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32)
         self.balanced = True
+        self._in_torch = {}
 
     def check_counters(self) -> None:
         assert not self.matmul._counters.any(), "a split product left its counters set"
