@@ -26,7 +26,7 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.sampling.inputs import EVERY_FEATURE, SamplingVariant
 from runtime.frontend.engine_protocol import Occupancy
-from runtime.frontend.validation import checked_ids, checked_quantum, checked_request, checked_session, checked_turn
+from runtime.frontend.validation import check_quantum, check_request_ids, checked_request, checked_session, checked_turn
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import StepObserver
@@ -331,13 +331,13 @@ class Engine:
 
     def proceed(self, request_id: int, epoch: int, tokens: int) -> None:
         """A session may generate ``tokens`` more; ``epoch`` 1 is its first turn. Raises RequestError for bad values."""
-        checked_ids(request_id)
-        checked_quantum(epoch, tokens)
+        check_request_ids(request_id)
+        check_quantum(epoch, tokens)
         self._outbox.put(Continue(request_id, epoch, tokens))
 
     def extend(self, request_id: int, epoch: int, token_ids: Sequence[int], max_tokens: int, quantum: int) -> None:
         """Say ``token_ids`` to a parked session, and let it begin to answer. Raises RequestError for a bad value."""
-        checked_ids(request_id)
+        check_request_ids(request_id)
         said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
         self._outbox.put(Extend(request_id, epoch, said, max_tokens, quantum))
 
@@ -347,7 +347,7 @@ class Engine:
         ``scored``: with log-probabilities of its tokens, even where its parent does without. Raises RequestError for
         what cannot be an id.
         """
-        checked_ids(request_id, parent)
+        check_request_ids(request_id, parent)
         self._outbox.put(Branch(request_id, parent, scored))
 
     def bind_thread(self) -> None:
@@ -360,17 +360,17 @@ class Engine:
 
         Raises RequestError for what cannot be an id, as ``pause`` and ``resume`` do.
         """
-        checked_ids(request_id)
+        check_request_ids(request_id)
         self._outbox.put(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
         """Stop running a request for now; it keeps what it holds unless memory is short."""
-        checked_ids(request_id)
+        check_request_ids(request_id)
         self._outbox.put(Pause(request_id))
 
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
-        checked_ids(request_id)
+        check_request_ids(request_id)
         self._outbox.put(Resume(request_id))
 
     @property

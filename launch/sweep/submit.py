@@ -142,45 +142,33 @@ def submit(
             raise SweepError(
                 f"another `sweep submit` or a `sweep run` over {ledger.out} is under way: wait for its end"
             )
-        return _submit(grid, ledger, slurm, resume, retry_failed, max_array, throttle, show, say)
-
-
-def _submit(
-    grid: Grid,
-    ledger: Ledger,
-    slurm: Slurm,
-    resume: bool,
-    retry_failed: bool,
-    max_array: int | None,
-    throttle: int | None,
-    show: bool,
-    say: Callable[[str], None],
-) -> list[str]:
-    jobs = Jobs(ledger)
-    if jobs.recorded() and not resume:
-        raise SweepError(f"{ledger.out} has jobs in Slurm already: type --resume to hand in what they do not have")
-    max_array = max_array or slurm.max_array()
-    if not show:
-        ledger.begin_sweep(grid, resume=resume)
-        jobs.folder.mkdir(exist_ok=True)
-        for job in jobs.adopt(slurm):
-            say(f"job {job} was handed in before, but not recorded: it is now")
-    in_hand = jobs.in_hand(slurm)
-    left = [point for point in left_of(grid, ledger, retry_failed) if point.key not in in_hand]
-    say(
-        f"{len(grid.points)} points: {len(ledger.done())} done, {len(ledger.failed())} failed, {len(in_hand)} in "
-        f"Slurm's hands, {len(left)} to hand in"
-    )
-    chunks = chunks_of(grid, left, ledger.out, max_array=max_array, throttle=throttle, measured=measured_points(ledger))
-    submitted = []
-    for chunk in chunks:
-        shape = f"{len(chunk.tasks)} tasks x {chunk.shape.nodes} node(s) x {chunk.shape.ranks_per_node} rank(s)"
-        if show:
-            say(f"{chunk.name}: {shape}, {chunk.minutes} min each")
-            continue
-        submitted.append(_hand_in(chunk, jobs, slurm))
-        say(f"job {submitted[-1]}: {shape}, {chunk.minutes} min each; logs in {chunk.folder}")
-    return submitted
+        jobs = Jobs(ledger)
+        if jobs.recorded() and not resume:
+            raise SweepError(f"{ledger.out} has jobs in Slurm already: type --resume to hand in what they do not have")
+        max_array = max_array or slurm.max_array()
+        if not show:
+            ledger.begin_sweep(grid, resume=resume)
+            jobs.folder.mkdir(exist_ok=True)
+            for job in jobs.adopt(slurm):
+                say(f"job {job} was handed in before, but not recorded: it is now")
+        in_hand = jobs.in_hand(slurm)
+        left = [point for point in left_of(grid, ledger, retry_failed) if point.key not in in_hand]
+        say(
+            f"{len(grid.points)} points: {len(ledger.done())} done, {len(ledger.failed())} failed, {len(in_hand)} in "
+            f"Slurm's hands, {len(left)} to hand in"
+        )
+        chunks = chunks_of(
+            grid, left, ledger.out, max_array=max_array, throttle=throttle, measured=measured_points(ledger)
+        )
+        submitted = []
+        for chunk in chunks:
+            shape = f"{len(chunk.tasks)} tasks x {chunk.shape.nodes} node(s) x {chunk.shape.ranks_per_node} rank(s)"
+            if show:
+                say(f"{chunk.name}: {shape}, {chunk.minutes} min each")
+                continue
+            submitted.append(_hand_in(chunk, jobs, slurm))
+            say(f"job {submitted[-1]}: {shape}, {chunk.minutes} min each; logs in {chunk.folder}")
+        return submitted
 
 
 def _hand_in(chunk: Chunk, jobs: Jobs, slurm: Slurm) -> str:

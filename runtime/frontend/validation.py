@@ -113,13 +113,13 @@ def checked_session(request: Request, quantum: int, model: ModelFacts) -> Checke
     return checked
 
 
-def checked_ids(*request_ids: int) -> None:
+def check_request_ids(*request_ids: int) -> None:
     """Raises RequestError unless each is a whole number that could be a request's id; whether one is, is not asked."""
     for request_id in request_ids:
         _whole("request_id", request_id, 0, _REQUEST_IDS - 1)
 
 
-def checked_quantum(epoch: int, tokens: int) -> None:
+def check_quantum(epoch: int, tokens: int) -> None:
     """Of a session that goes on. Raises RequestError."""
     _whole("epoch", epoch, 0, MAX_QUANTUM)
     _whole("tokens", tokens, 1, MAX_QUANTUM)

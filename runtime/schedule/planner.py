@@ -40,7 +40,7 @@ from runtime.schedule.states import State, Trigger
 
 NEVER = -2  # no step's number, nor that of the one before a step
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
-MOST_TOLD_BLOCKS = 4096  # of prompts that are seated for one step: telling the device takes some ms of its time
+MOST_TOLD_BLOCKS = 4096  # of prompts seated for one step, or a little more: their tables take every rank's host some ms
 NOBODY = (-1, -1)
 _GROWING = (State.PREFILL, State.DECODE, State.STALLED, State.DRAINING)
 
