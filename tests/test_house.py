@@ -63,7 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/schedule", "runtime/number_text.py"),
     ),
     "models": (
-        ("models/demo", "models/expert_load.py", "models/batch_invariance.py"),
+        ("models/expert_load.py", "models/batch_invariance.py"),
         ("models/drafters",),
         ("models/weights.py",),
         ("models/registry.py", "models/dummy.py"),

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.demo.golden import load
 from tests.gpu.ranks_on_gpus import on_gpus
+from tests.models.demo_golden import load
 
 DEMO = Path("models/demo")
 FEW_GRAPHS = ("--decode-buckets", "32", "--max-num-seqs", "32")

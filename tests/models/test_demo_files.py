@@ -14,11 +14,8 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from models.demo import golden
-from models.demo.network import Qwen3, Shape
-from models.demo.tokens import pack
-from models.demo.train import SMOKE, complete, main
 from runtime.schedule.request import SamplingParams
+from tests.models import demo_golden as golden
 
 FOLDER = golden.FOLDER
 SPECIAL = {"<|endoftext|>": 0, "<|pad|>": 1, "<|im_start|>": 2, "<|im_end|>": 3}
@@ -41,14 +38,11 @@ def read_json(name: str) -> dict[str, Any]:
     return content
 
 
-def config_shape() -> Shape:
-    config = read_json("config.json")
-    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
-
-
-def test_weights_are_small_bfloat16_and_named_and_shaped_as_the_configuration_says() -> None:
+def test_weights_are_small_bfloat16_and_named_and_shaped_as_the_configuration_says(oracle: tuple[Any, Any]) -> None:
     assert (FOLDER / "model.safetensors").stat().st_size <= 12_000_000
-    expected = {name: tuple(tensor.shape) for name, tensor in Qwen3(config_shape()).state_dict().items()}
+    expected = {
+        name: tuple(tensor.shape) for name, tensor in oracle[0].state_dict().items() if name != "lm_head.weight"
+    }
     with safe_open(FOLDER / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
@@ -73,9 +67,9 @@ def test_tokenizer_gives_every_text_back(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_tokenizer_gives_its_own_training_script_back_in_few_tokens() -> None:
+def test_tokenizer_gives_a_program_back_in_few_tokens() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    text = (FOLDER / "train.py").read_text(encoding="utf-8")
+    text = Path(__file__).read_text(encoding="utf-8")
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert len(text) / len(ids) > 2.5
@@ -136,32 +130,3 @@ def test_transformers_reproduces_golden_rows(oracle: tuple[Any, Any], name: str)
 def test_no_golden_token_is_within_the_tolerance_of_another() -> None:
     """What a margin may move by on another CPU can change no token."""
     assert min(row["margin"] for row in GOLDEN["rows"]) > 10 * MARGIN_TOLERANCE
-
-
-def test_training_network_is_the_architecture_it_is_saved_as(oracle: tuple[Any, Any]) -> None:
-    """Packed documents give each what transformers gives it alone: names, rotary layout, norms, and no leak between."""
-    network = Qwen3(config_shape())
-    network.load_state_dict({k: v for k, v in oracle[0].state_dict().items() if k != "lm_head.weight"})
-    rows = [row["prompt_token_ids"] for row in GOLDEN["rows"][:3]]
-    batch = pack([torch.tensor(row).numpy() for row in rows], torch.device("cpu"))
-    with torch.no_grad():
-        ours = network.logits(network.hidden(batch, torch.float32))
-        theirs = torch.cat([oracle[0](torch.tensor([row])).logits[0] for row in rows])
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
-
-
-def test_training_script_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--out", str(tmp_path), "--smoke", "--device", "cpu", "--workers", "1"])
-    curve = json.loads((tmp_path / "training.json").read_text())["curve"]
-    assert curve[-1]["step"] == SMOKE.steps
-    assert curve[-1]["held_out_loss"] < curve[0]["held_out_loss"] - 0.5
-    assert "Python standard library" in (tmp_path / "CORPUS.md").read_text()
-    model, tokenizer = golden.load(tmp_path)
-    network = Qwen3(SMOKE.shape)
-    network.load_state_dict({k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
-    row = golden.golden_row(model, tokenizer, {"id": "x", "prompt": "def f(x):", "max_tokens": 4})
-    text = complete(
-        network, Tokenizer.from_file(str(tmp_path / "tokenizer.json")), ["def f(x):"], 4, torch.device("cpu")
-    )
-    assert text == [tokenizer.decode(row["prompt_token_ids"] + row["token_ids"])]
-    assert "held_out_loss" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Write golden.json: what transformers generates, in float32 on a CPU, for the greedy prompts of prompts.jsonl.
 
-    python -m models.demo.golden                       # of models/demo
-    python -m models.demo.golden models/demo/hybrid    # of the hybrid: the same prompts, by its own weights
+    python -m tests.models.demo_golden                       # of models/demo
+    python -m tests.models.demo_golden models/demo/hybrid    # of the hybrid: the same prompts, its own weights
 
 Knows: transformers (a development dependency) as the oracle an engine is compared with. Stop strings are not applied:
 a row ends at an eos id, at the prompt's ``max_tokens`` or at MAX_TOKENS, whichever comes first.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "models" / "demo"
 MAX_TOKENS = 64
 
 
@@ -61,7 +61,8 @@ def golden_row(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m models.demo.golden", description=(__doc__ or "").split("\n")[0])
+    what = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.models.demo_golden", description=what)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="model folder (default: models/demo)")
     folder = parser.parse_args().folder
     torch.set_num_threads(1)
