@@ -17,17 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute import executor
 from runtime.execute.proposer import Proposed, ProposerParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.guesses import ProbabilisticProposer
 from tests.models.drafters import serial_oracle
+from tests.plant import Op, plant
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -232,40 +231,37 @@ def test_narrower_windows_beside_chunks_draw_from_what_the_oracle_says(
     assert life.counters["spec_num_accepted_tokens"] > 5
 
 
-class GreedyBeside(MixedWindowRole):
+def greedy_beside(propose: Op, rows: int, variant: SamplingVariant) -> None:
     """Beside chunks the likeliest tokens are guessed."""
-
-    def propose(self, rows: int, variant: SamplingVariant) -> None:
-        super().propose(rows, SamplingVariant())
+    propose(rows, SamplingVariant())
 
 
-class OfANeighbour(MixedWindowRole):
+def of_a_neighbour(proposed: Op, *given: Any) -> Proposed:
     """Guesses are judged by the distributions of the row before."""
-
-    def _proposed(self, emitting_R: Tensor, decodes_R: Tensor, variant: SamplingVariant) -> Proposed:
-        proposed = super()._proposed(emitting_R, decodes_R, variant)
-        if (drafted := proposed.drafted) is None:
-            return proposed
-        return proposed._replace(drafted=drafted._replace(probs_BQD=drafted.probs_BQD.roll(1, 0)))
+    right: Proposed = proposed(*given)
+    if (drafted := right.drafted) is None:
+        return right
+    return right._replace(drafted=drafted._replace(probs_BQD=drafted.probs_BQD.roll(1, 0)))
 
 
-class OfLastStep(MixedWindowRole):
+def of_last_step(proposed: Op, emitting_R: Tensor, decodes_R: Tensor, variant: SamplingVariant) -> Proposed:
     """Rows with chunks are judged by what their places in memory hold, as if they had guesses: half of the ids."""
-
-    def _proposed(self, emitting_R: Tensor, decodes_R: Tensor, variant: SamplingVariant) -> Proposed:
-        proposed = super()._proposed(emitting_R, decodes_R, variant)
-        if (drafted := proposed.drafted) is None:
-            return proposed
-        left_D = 0.5 * (torch.arange(VOCABULARY) < VOCABULARY // 2)
-        probs_BQD = torch.where(decodes_R[:, None, None], drafted.probs_BQD, left_D)
-        return proposed._replace(drafted=drafted._replace(probs_BQD=probs_BQD, rows_B=None))
+    right: Proposed = proposed(emitting_R, decodes_R, variant)
+    if (drafted := right.drafted) is None:
+        return right
+    left_D = 0.5 * (torch.arange(VOCABULARY) < VOCABULARY // 2)
+    probs_BQD = torch.where(decodes_R[:, None, None], drafted.probs_BQD, left_D)
+    return right._replace(drafted=drafted._replace(probs_BQD=probs_BQD, rows_B=None))
 
 
-@pytest.mark.parametrize("mutant", [GreedyBeside, OfANeighbour, OfLastStep])
+@pytest.mark.parametrize(
+    ("part", "mutant"),
+    [("mixed.propose", greedy_beside), ("mixed.proposed", of_a_neighbour), ("mixed.proposed", of_last_step)],
+)
 def test_other_distributions_beside_chunks_are_seen(
-    mutant: type[MixedWindowRole], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, mutant: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    plant(monkeypatch, mutant, part=part)
     with pytest.raises(AssertionError, match="request"):
         check_beside(DrawnDrafter("mtp", tmp_path), depth=2)
 
