@@ -1,1 +1,1 @@
-"""`launch bench`: latency, throughput, the anatomy of a step, the control plane; results in published schemas."""
+"""`launch bench`: latency, throughput and load of an engine; results in published schemas."""

@@ -7,29 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from launch.bench.anatomy import anatomy
-from launch.bench.control import compare
 from launch.bench.flips import flips
 from launch.bench.latency import latency
-from launch.bench.options import BenchCommand, BenchOptions, Subcommand
+from launch.bench.options import BenchCommand, Subcommand
 from launch.bench.serve import DrawLoad, serve
 from launch.bench.session import OpenEngine, Session, open_session
 from launch.bench.throughput import throughput
-from launch.errors import UsageError
 
-MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {
-    "latency": latency,
-    "throughput": throughput,
-    "anatomy": anatomy,
-}
-
-
-def control(options: BenchOptions) -> int:
-    """Time to agree. Raises UsageError for what ``compare`` refuses."""
-    try:
-        return compare(options.ranks, options.turns, tuple(options.way), options.output)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {"latency": latency, "throughput": throughput}
 
 
 def run(
@@ -42,10 +27,7 @@ def run(
     Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work, BenchError
     when what was to be measured did not happen, and whatever the engine raises.
     """
-    options = command.options
-    if command.subcommand == "control":
-        return control(options)
     if command.subcommand == "flips":
-        return flips(*options.results)
+        return flips(*command.options.results)
     session = open_session(command, environ, open_engine)
     return serve(session, draw) if command.subcommand == "serve" else MEASUREMENTS[command.subcommand](session)

@@ -19,19 +19,18 @@ from launch.values import above_zero, at_least_one, counts, whole_number
 from runtime.config import EngineConfig
 from runtime.speculative_config import SpeculativeConfigError, merged_speculation
 
-Subcommand = Literal["latency", "throughput", "serve", "anatomy", "control", "flips", "plot"]
-WITHOUT_ENGINE = ("control", "flips", "plot")
-FIXED_BATCHES = ("latency", "anatomy")
+Subcommand = Literal["latency", "throughput", "serve", "flips", "plot"]
+WITHOUT_ENGINE = ("flips", "plot")
 
 FIXED_BATCH_MODEL_LEN = 4096
 PREFILL_FIRST = 1 << 20  # prefill steps in a row: all of a batch, before any of it decodes
-REPLAY_PATIENCE_S = 120.0  # measuring between turns may take this long before a rank is given up
+PATIENCE_S = 120.0  # measuring between turns may take this long before a rank is given up
 
 # What --help says of the model, and of the defaults that session.py gives the engine, by field.
 _MODEL = "model folder in the Hugging Face layout, or a shape that comes with Lockstride, such as qwen3-8b"
 _OF_ALL = {
     "load_format": "safetensors; dummy where the folder has no weights",
-    "control_timeout_s": str(REPLAY_PATIENCE_S),
+    "control_timeout_s": str(PATIENCE_S),
 }
 _OF_FIXED_BATCHES = {
     **_OF_ALL,
@@ -75,10 +74,6 @@ class BenchOptions:
     peers: Path | None = None
     out: Path = Path("tpot.png")
     kind: Literal["latency", "serve"] = "latency"
-    ranks: tuple[int, ...] = (2, 4, 8)
-    turns: int = 5000
-    way: tuple[str, ...] = ()
-    output: Path | None = None
     serve: ServeOptions | None = None
 
 
@@ -128,7 +123,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     """The parser of `bench` and those of its subcommands."""
     bench = commands.add_parser(
         "bench",
-        help="measure latency, throughput and the parts of a step",
+        help="measure latency and throughput, or compare answers",
         description="Reproducible benchmarks, with vLLM's flags and metric names.",
         allow_abbrev=False,
     )
@@ -139,7 +134,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         )
         add_options(OptionAdder(parser, ServeOptions if name == "serve" else BenchOptions))
         if name not in WITHOUT_ENGINE:
-            shown = _OF_FIXED_BATCHES if name in FIXED_BATCHES else _OF_LOADS
+            shown = _OF_FIXED_BATCHES if name == "latency" else _OF_LOADS
             add_engine_options(parser.add_argument_group("engine"), shown=shown, model=_MODEL)
 
 
@@ -152,34 +147,12 @@ def _latency_options(add: OptionAdder) -> None:
         str,
         choices=("fixed-batch", "generation"),
     )
-    _fixed_batch_options(add)
-    _roofline_options(add)
-    add.switch("--profile", "after all timed runs, profile the kernels of a prefill and a decode step of each batch")
-
-
-def _anatomy_options(add: OptionAdder) -> None:
-    _fixed_batch_options(add)
-
-
-def _control_options(add: OptionAdder) -> None:
-    add.value("--ranks", "number of ranks, from 2; several comma-separated", "ranks", counts, "2,4,8")
-    add.value("--turns", "turns of each measurement", "turns", at_least_one)
-    add.value(
-        "--way",
-        "transport to measure; may be repeated",
-        "name",
-        str,
-        "all; nccl where each rank has a GPU, two nodes where ranks are even",
-        action="append",
-    )
-    add.value("--output", "write the results as JSON", "file", Path, "not written")
-
-
-def _fixed_batch_options(add: OptionAdder) -> None:
     add.value("--input-len", "prompt length of each request", "tokens", at_least_one, "512")
     add.value("--output-len", "output length of each request", "tokens", at_least_one, "257")
     add.value("--batch-size", "batch size; several comma-separated", "rows", counts, "1,8,32,128,256")
     _run_options(add)
+    _roofline_options(add)
+    add.switch("--profile", "after all timed runs, profile the kernels of a prefill and a decode step of each batch")
 
 
 def _throughput_options(add: OptionAdder) -> None:
@@ -253,20 +226,6 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], 
         "Requests arrive at a rate (open loop), or as earlier ones end (closed loop), or both. Figures have the names "
         "of vLLM's bench serve, for the whole run and for its steady part. Several rates or concurrencies give the "
         "curve of latency against throughput. Exit code 1 when a request failed.",
-    ),
-    (
-        "anatomy",
-        _anatomy_options,
-        "the parts of a decode step",
-        "Time of a chained step against the bare graph replay, device idle time, host time by phase and bytes "
-        "copied, at chain depth 0 and --chain-depth.",
-    ),
-    (
-        "control",
-        _control_options,
-        "time for ranks to agree on a few integers",
-        "The control plane over each of its transports against gloo, and NCCL where each rank has a GPU, in one run. "
-        "Ranks are processes of this machine; no model is loaded.",
     ),
     (
         "flips",

@@ -66,16 +66,12 @@ class ResultFiles:
         """The kernels of one batch's steps."""
         self._write(f"b{batch}.profile.json", record)
 
-    def table(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """A list of plain objects under a name of its own."""
-        self._write(f"{name}.json", rows)
-
     def record(self, label: str, figures: dict[str, Any]) -> None:
         """One plain object under a name of its own."""
         self._write(f"{label}.json", figures)
 
     def rows(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """As ``table``, with one row a line."""
+        """Plain objects under a name of its own, one a line."""
         self._append(f"{name}.jsonl", rows)
 
     def _write(self, ending: str, content: object) -> None:

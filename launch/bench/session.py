@@ -1,7 +1,7 @@
 """What every measurement starts from: the engine's options as its protocol sets them, the ranks, and time.
 
 Knows: protocol defaults, which model folder a name means, how an engine is opened for measuring.
-Does not know: what is measured (latency.py, throughput.py, anatomy.py).
+Does not know: what is measured (latency.py, throughput.py, serve.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.bench.drafter_shape import drafter_shape
 from launch.bench.environment import process_age
 from launch.bench.options import (
     FIXED_BATCH_MODEL_LEN,
-    FIXED_BATCHES,
+    PATIENCE_S,
     PREFILL_FIRST,
-    REPLAY_PATIENCE_S,
     BenchCommand,
     BenchOptions,
 )
 from launch.bench.results import ResultFiles, make_folder
-from launch.bench.roofline import Ceilings, Floor, Shape, round_floor, target_floor
+from launch.bench.roofline import Ceilings, Floor, Shape, drafter_shape, round_floor, target_floor
 from launch.bench.trace import DecodeStep
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
@@ -156,11 +154,11 @@ class Session:
         """All ranks, until the end of the block; by then no local variable may hold an engine."""
         with joined(self.rendezvous, self.config.device):
             yield
-            forget_engines()
+            gc.collect()  # closed engines refer to themselves; their graphs must go before the process group does
 
-    def open(self, on_timing: OnTiming | None = None, config: EngineConfig | None = None) -> Engine:
+    def open(self, on_timing: OnTiming | None = None) -> Engine:
         """This rank's engine, to be used in a ``with`` that ends before the one of ``together``."""
-        return self.open_engine(config or self.config, self.rendezvous, on_timing)
+        return self.open_engine(self.config, self.rendezvous, on_timing)
 
     def progress(self, total: int) -> tqdm[Any]:
         """A bar on a terminal, on rank 0."""
@@ -176,12 +174,12 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
     if "load_format" not in engine and not any(folder.glob("*.safetensors")):
         log.info("%s holds no weights: --load-format dummy", folder)
         engine["load_format"] = "dummy"
-    fixed = command.subcommand in FIXED_BATCHES
+    fixed = command.subcommand == "latency"
     lengths = Lengths(options.input_len or (512 if fixed else 1024), options.output_len or (257 if fixed else 128))
     rows = max(options.batch_size) if fixed else options.max_concurrency or 1
     if options.serve is not None:
         rows = max(options.serve.max_concurrency, default=1)
-    defaults = _fixed_batch_defaults(engine, folder) if fixed else {"control_timeout_s": REPLAY_PATIENCE_S}
+    defaults = _fixed_batch_defaults(engine, folder) if fixed else {"control_timeout_s": PATIENCE_S}
     command = BenchCommand(command.subcommand, engine, options)
     tensor_parallel = check_degrees(engine.get("tensor_parallel"), engine.get("data_parallel"), rendezvous)
     config = command.engine_config(tensor_parallel, defaults)
@@ -194,8 +192,6 @@ def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine:
             )
         if "max_num_seqs" not in engine:
             config = command.engine_config(tensor_parallel, {**defaults, "max_num_seqs": in_a_group})
-    if command.subcommand == "anatomy" and config.speculation is not None:
-        raise UsageError("bench anatomy times steps of one token a row: leave out --speculative-config")
     if fixed and lengths.output < 2:
         raise UsageError("--output-len 1 has no time between tokens: type 2 or more")
     if fixed and config.max_model_len is not None and lengths.total > config.max_model_len:
@@ -227,13 +223,8 @@ def _fixed_batch_defaults(engine: Mapping[str, Any], folder: Path) -> dict[str, 
         "mixed_steps": False,
         "prefill_burst": PREFILL_FIRST,
         "max_model_len": min(FIXED_BATCH_MODEL_LEN, ModelConfig.from_folder(folder).max_length),
-        "control_timeout_s": REPLAY_PATIENCE_S,
+        "control_timeout_s": PATIENCE_S,
     }
-
-
-def forget_engines() -> None:
-    """Drop closed engines that only refer to themselves, and the graphs they captured: the ranks part after those."""
-    gc.collect()
 
 
 class StepTimings:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -106,12 +106,11 @@ def run_requests(
     requests: Sequence[PromptRequest],
     *,
     max_tokens: int | None = None,
-    after_turn: Callable[[StepOutput], None] | None = None,
 ) -> RunTrace:
     """Run ``requests``, of one answer each, to their ends (leader), over a client without texts.
 
     ``max_tokens``: of every answer, instead of the requests' own. Where the client has no ``concurrency`` of its own, a
-    request is submitted when the run starts, else when the engine gets it. ``after_turn`` is called after each turn.
+    request is submitted when the run starts, else when the engine gets it.
     """
     if max_tokens is not None:
         requests = [replace(one, sampling=replace(one.sampling, max_tokens=max_tokens)) for one in requests]
@@ -128,8 +127,6 @@ def run_requests(
                 landed.append((turn.at, turn.step))
             for output in turn.finished:
                 times[_number(output.key)].submitted = output.timing.queued  # since 0.0, so it is the moment itself
-            if after_turn is not None:
-                after_turn(turn.step)
     except EngineIdle as error:
         raise BenchError(str(error)) from error
     if client.concurrency is None:

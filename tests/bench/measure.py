@@ -55,7 +55,6 @@ _PYTEST = "-m pytest -p no:cacheprovider -q -W ignore --durations 10"
 _OF_TWO, _OF_FOUR = (f"-m multigpu -k {ranks}-ranks" for ranks in ("two", "four"))
 _BOTH = "--num-warmups 1 --num-iters 3 --roofline --result-dir {out}/results"
 _PROFILE = "--batch-size 1,32,256 --num-warmups 1 --num-iters 1 --profile --result-dir {out}/results"
-_ANATOMY = "--batch-size 1,32,256 --num-iters 2 --result-dir {out}/results"
 _FEW = "--decode-buckets 1,8,32,128,256"  # graphs for the measured batches only
 # The requests that the other engines of docs/peers.json were measured with.
 _LOAD = "--max-num-seqs 256 --result-dir {out}/results"
@@ -69,7 +68,6 @@ _TILES = "-m tests.bench.experts --out {out}/results --compile-workers 13"
 # About 35 s when each was timed once, with FlashInfer's module built before; rounds add some 20 s. No build fits in.
 _FLASHINFER = "-m tests.bench.flashinfer_experts --out {out}/results"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
-_AGAINST_NCCL = "--way 'unix sockets, spin' --way nccl"  # in one run, or the ratio is that of two hosts
 _THREE = "--decode-buckets 1,32,256"
 _ROUNDS = {
     name: f"{_BENCH} latency {words.replace('{', '{{').replace('}', '}}')} --result-dir {{out}}/results"
@@ -108,8 +106,6 @@ PARTS = (
     Part("long-ttft-8b", 1, 200, f"{_BENCH} latency --model qwen3-8b {_LONG_TTFT} --result-dir {{out}}/results"),
     Part("ragged-8b", 1, 300, f"{_BENCH} serve --model qwen3-8b --no-prefix-caching --dataset-name long {_LOAD}"),
     Part("prefix-8b", 1, 120, f"{_BENCH} serve --model qwen3-8b {_PREFIX} {_LOAD}"),
-    Part("anatomy-8b", 1, 140, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}"),
-    Part("anatomy-0.6b", 1, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}"),
     Part("profile-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}"),
     Part("generate", 1, 280, f"{_PYTEST} -s -m gpu tests/gpu/test_generate_gpu.py"),
     Part(
@@ -179,13 +175,10 @@ PARTS = (
     Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),
     Part("experts-tests", 2, 180, f"{_PYTEST} {_OF_TWO} tests/gpu/test_experts_gpu.py"),
     Part("latency-8b-tp2", 2, 120, f"{_BENCH} latency --model qwen3-8b {_FEW} {_BOTH}", True),
-    Part("anatomy-0.6b-tp2", 2, 100, f"{_BENCH} anatomy --model qwen3-0.6b {_THREE} {_ANATOMY}", True),
-    Part("anatomy-8b-tp2", 2, 130, f"{_BENCH} anatomy --model qwen3-8b {_THREE} {_ANATOMY}", True),
     Part("profile-8b-tp2", 2, 90, f"{_BENCH} latency --model qwen3-8b {_THREE} {_PROFILE}", True),
     Part("profile-30b-ep2", 2, 120, f"{_EXPERTS.format('latency')} {_THREE} {_PROFILE}", True),
     Part("latency-30b-ep2", 2, 130, f"{_EXPERTS.format('latency')} {_FEW} {_BOTH}", True),
     Part("mixed-30b-ep2", 2, 240, f"{_EXPERTS.format('serve')} {_MIXED}", True),
-    Part("anatomy-30b-ep2", 2, 150, f"{_EXPERTS.format('anatomy')} {_THREE} {_ANATOMY}", True),
     Part(
         "latency-30b-dp2",
         2,
@@ -194,8 +187,7 @@ PARTS = (
         True,
     ),
     Part("faults-nccl", 2, 200, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_faults_gpu.py"),
-    Part("control-host", 2, 100, f"{_BENCH} control --output {{out}}/results/control-host.json"),
-    Part("control", 2, 60, f"{_BENCH} control --ranks 2 {_AGAINST_NCCL} --output {{out}}/results/control.json"),
+    Part("agreement", 2, 100, "-m tests.bench.agreement --out {out}/results/agreement.json"),
     Part("latency-32b-tp2", 2, 240, f"{_BENCH} latency --model qwen3-32b {_FEW} {_BOTH}", True),
     *(Part(f"{name}-tp2", 2, 150, command, True) for name, command in _ROUNDS.items()),
     # four and eight
@@ -217,8 +209,6 @@ PARTS = (
     Part("pushed-4", 4, 150, f"{_PYTEST} {_OF_FOUR} tests/gpu/test_pushed_all_reduce_gpu.py"),
     Part("symmetric-8", 8, 150, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("exchange-8", 8, 150, "-m tests.bench.exchange --out {out}/results", True),
-    Part("control-4", 4, 120, f"{_BENCH} control --ranks 2,4 --output {{out}}/results/control-4.json"),  # every way
-    Part("control-8", 8, 200, f"{_BENCH} control --output {{out}}/results/control-8.json"),
     *(
         Part(f"latency-{model}-tp{gpus}", gpus, 240, f"{_BENCH} latency --model qwen3-{model} {_FEW} {_BOTH}", True)
         for gpus in (4, 8)

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.bench.drafter_shape import drafter_shape
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S
-from launch.bench.roofline import Ceilings, Floor, Shape, round_floor, target_floor
+from launch.bench.roofline import Ceilings, Floor, Shape, drafter_shape, round_floor, target_floor
 from models.config import ModelConfig
 from runtime.speculative_config import speculative_config
 

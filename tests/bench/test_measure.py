@@ -123,8 +123,8 @@ def test_commands_name_what_is_there(part: Part) -> None:
             assert (measure.ROOT / drafter / "config.json").is_file(), drafter
     if words[:2] != ["-m", "launch"]:
         return
-    command = parse([*words[2:], "--device", "cuda"] if {"latency", "anatomy"} & set(words) else words[2:])
-    if isinstance(command, BenchCommand) and command.subcommand in ("latency", "anatomy"):
+    command = parse([*words[2:], "--device", "cuda"] if "latency" in words else words[2:])
+    if isinstance(command, BenchCommand) and command.subcommand == "latency":
         environ = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
         environ |= dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE"), str(part.gpus))
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -168,7 +168,7 @@ def _rank(rank: int, place: Place, jobs: dict[str, Job]) -> None:
 
 
 def _forget_engine(device: Device) -> None:
-    """On all ranks, before the next one is sized, as launch bench anatomy does."""
+    """On all ranks, before the next one is sized."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

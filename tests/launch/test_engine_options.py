@@ -51,7 +51,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     "line",
     [
         *("generate --input i --output o", "serve", "daemon"),
-        *("bench latency", "bench anatomy", "bench throughput", "bench serve"),
+        *("bench latency", "bench throughput", "bench serve"),
     ],
 )
 def test_help_states_the_defaults_that_the_command_has(line: str) -> None:

@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from launch.bench.control import FileStore
 from parallel.control.connect import open_control
 from parallel.control.follower_plane import FollowerPlane
 from parallel.control.interface import FollowerLink
@@ -32,6 +31,7 @@ from parallel.control.protocol.handshake import Identity
 from parallel.control.protocol.states import Limits
 from parallel.topology import Topology
 from tests.network.hosts import HOSTS, TwoHosts
+from tests.parallel.control.ranks import FileStore
 
 RANKS = 2  # on each host
 WARM_UP = 10  # turns at the start that do not count

@@ -15,7 +15,6 @@ from launch.bench.environment import engine_facts, process_age
 from launch.bench.latency import _why_noise
 from launch.bench.options import BenchCommand
 from launch.bench.point import Point
-from launch.bench.trace import BenchError
 from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
 from runtime.engine import Engine
@@ -126,30 +125,6 @@ def test_a_batch_that_is_not_full_has_no_rate(tmp_path: Path, capsys: pytest.Cap
     assert result(tmp_path, "b1.profile.json")["refused"] is None
 
 
-def test_anatomy_compares_depths_and_the_bare_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure(tmp_path, f"anatomy {SMALL} --batch-size 1,3") == 0
-    rows = result(tmp_path, "anatomy.json")
-    assert [(row["batch"], row["chain_depth"]) for row in rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
-    for serial, chained in (rows[:2], rows[2:]):
-        assert serial["replay_ms"] == chained["replay_ms"] > 0
-    for row in rows:
-        assert row["step_over_replay"] == pytest.approx(row["step_ms"] / row["replay_ms"])
-        assert row["runs"] == 2
-        host = row["host_us"]
-        assert host.keys() == {"exchange", "plan", "launch", "land", "wait", "other", "busy"}
-        assert min(host["plan"], host["launch"], host["land"]) > 0
-        assert 0 < row["steps_without_copy"] <= 1
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split()[:2] == ["batch", "D"]
-    assert len(printed) == 5
-
-
-def test_anatomy_of_a_batch_that_does_not_fit_says_so(tmp_path: Path) -> None:
-    line = f"anatomy {SMALL} --batch-size 8 --num-blocks 12 --max-model-len 64"
-    with pytest.raises(BenchError, match="batch 8: the batch was not full"):
-        measure(tmp_path, line)
-
-
 def test_throughput_over_random_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure(tmp_path, f"throughput {SMALL} --num-prompts 12 --max-concurrency 3 --roofline") == 0
     (point,) = result(tmp_path, "points.jsonl")
@@ -212,18 +187,6 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path: Path, line: str, wor
     with pytest.raises(UsageError) as refused:
         measure(tmp_path, f"throughput --device cpu {line.format(here=__file__)}")
     assert words in str(refused.value)
-
-
-@pytest.mark.multiprocess
-def test_anatomy_on_two_ranks(tmp_path: Path) -> None:
-    """Two engines in turn, and the replay on both ranks at once."""
-    line = f"bench anatomy {SMALL} --batch-size 3 --model {tiny_folder(tmp_path / 'tiny')}"
-    ended = torchrun(2, "launch", *line.split(), "--result-dir", str(tmp_path / "results"))
-    assert ended.returncode == 0, ended.errors
-    assert "Traceback" not in ended.errors
-    assert [row["chain_depth"] for row in result(tmp_path, "anatomy.json")] == [0, 2]
-    assert ended.output.count("replay ms") == 1, "rank 0 alone speaks"
-    assert result(tmp_path, "environment.json")["ranks"] == 2
 
 
 @pytest.mark.multiprocess

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 
-from launch.bench import control as bench_control
 from launch.bench.options import BenchCommand, BenchOptions
 from launch.bench.session import SHAPES, model_folder, open_session
 from launch.cli import build_parser, parse
@@ -49,7 +46,7 @@ def config_of(folder: Path, line: str) -> EngineConfig:
     return open_session(command, {}, no_engine).config
 
 
-@pytest.mark.parametrize("name", ["latency", "throughput", "serve", "anatomy", "plot"])
+@pytest.mark.parametrize("name", ["latency", "throughput", "serve", "plot"])
 def test_every_option_says_its_default_and_its_unit(name: str) -> None:
     for action in subcommands()[name]._actions:
         assert action.help is not None
@@ -93,7 +90,7 @@ def test_vllm_s_flags_are_read() -> None:
         ("latency --model m --batch-size 8,8", "names a number twice"),
         ("latency --model m --batch-size a", "'a' is not a whole number"),
         ("latency --model m --num-prompts 3", "unrecognized arguments"),
-        ("anatomy --model m --profile", "unrecognized arguments"),
+        ("throughput --model m --profile", "unrecognized arguments"),
         ("throughput --model m --dataset-name hf", "invalid choice"),
         ("plot", "RESULT"),
         ("", "SUBCOMMAND"),
@@ -136,7 +133,7 @@ def test_throughput_keeps_the_prefix_cache(tmp_path: Path) -> None:
     [
         ("latency --batch-size 9 --max-num-seqs 8", "type --max-num-seqs 9"),
         ("latency --batch-size 1", "make 769 tokens, but --max-model-len is 256"),
-        ("anatomy --batch-size 1 --output-len 1", "--output-len 1 has no time between tokens"),
+        ("latency --batch-size 1 --output-len 1", "--output-len 1 has no time between tokens"),
         ("latency --batch-size 1 --prefix-caching", "leave out --prefix-caching"),
     ],
 )
@@ -154,74 +151,3 @@ def test_a_shape_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for missing in ("qwen3-9b", "../shapes/qwen3-32b"):
         with pytest.raises(UsageError, match=r"no such shape \(there are nemotron-3-nano-30b-a3b, qwen3-0\.6b, "):
             model_folder(missing)
-
-
-def test_control_measures_the_ways_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from launch.bench import command as bench
-
-    way, output = "unix sockets, blocking", str(tmp_path / "control.json")
-    command = parse(["bench", "control", "--ranks", "2", "--turns", "20", "--way", way, "--output", output])
-    assert isinstance(command, BenchCommand)
-    assert bench.run(command, {}, no_engine) == 0
-    assert "unix sockets, blocking" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "control.json").read_text())["rows"]
-    assert row["ranks"] == 2
-    assert row["agree"]["p50"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--way", "telepathy"], "'telepathy' is no way to agree"),
-        (["--ranks", "2,1"], "--ranks 1: one rank has nobody to agree with; type --ranks 2 or more"),
-        (["--ranks", "2", "--way", "nccl"], "--way 'nccl' with --ranks 2: each rank needs a GPU, and there are 0"),
-        (["--ranks", "2,3", "--way", "maximum, two nodes, spin"], "with --ranks 3: each node has half of the ranks"),
-        (["--output", "."], r"--output \. cannot be written: .*Is a directory"),
-    ],
-)
-def test_control_refuses_what_cannot_be_measured(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it measures anything."""
-    from launch.bench import command as bench
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(bench_control, "measure", no_engine)
-    command = parse(["bench", "control", *words])
-    assert isinstance(command, BenchCommand)
-    with pytest.raises(UsageError, match=said):
-        bench.run(command, {}, no_engine)
-
-
-def test_an_odd_number_of_ranks_has_no_two_nodes() -> None:
-    assert [way for way in bench_control.ways_here(3) if "two nodes" in way] == []
-    assert len([way for way in bench_control.ways_here(4) if "two nodes" in way]) == 2
-
-
-def test_control_keeps_the_rows_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(way: str, world: int, turns: int) -> dict[str, dict[str, float]]:
-        if world == 4:
-            raise RuntimeError("exit codes [1, 0, 0, 0]")
-        return {}
-
-    monkeypatch.setattr(bench_control, "measure", measured)
-    output = tmp_path / "new" / "control.json"
-    with pytest.raises(RuntimeError, match="exit codes"):
-        bench_control.compare((2, 4), turns=1, ways=("gloo",), output=output)
-    assert json.loads(output.read_text())["rows"] == [{"way": "gloo", "ranks": 2}]
-
-
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, []), (2, [2]), (4, [2, 4])])
-def test_control_measures_every_way_that_there_is_in_one_run(
-    gpus: int, ranks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[str, int]] = []
-
-    def measured(way: str, world: int, turns: int) -> dict[str, dict[str, float]]:
-        ran.append((way, world))
-        return {}
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(bench_control, "measure", measured)
-    assert bench_control.compare((2, 4), turns=1, ways=(), output=None) == 0
-    assert [world for way, world in ran if way == "nccl"] == ranks
-    for world in (2, 4):
-        assert {way for way, with_ in ran if with_ == world} >= set(bench_control.WAYS) - {"nccl"}

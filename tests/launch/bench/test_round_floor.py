@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from launch.bench.drafter_shape import drafter_shape, shape_of
-from launch.bench.roofline import Ceilings, DrafterShape, Shape, drafter_floor, round_floor, target_floor
+from launch.bench.roofline import (
+    Ceilings,
+    DrafterShape,
+    Shape,
+    drafter_floor,
+    drafter_shape,
+    round_floor,
+    shape_of,
+    target_floor,
+)
 from launch.bench.session import SHAPES
 from models.config import ModelConfig
 from models.drafters.dflash import DFlashDraft

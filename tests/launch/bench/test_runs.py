@@ -1,24 +1,19 @@
-"""Runs through a real engine: what a trace says of them, when a window is not full, and the bare replay."""
+"""Runs through a real engine: what a trace says of them, and when a batch was not full."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from launch.bench.anatomy import TurnClock
-from launch.bench.replay import replay_ms, replay_plan, replay_spec, warm_up_steps
 from launch.bench.results import request_rows, vllm_figures
-from launch.bench.session import Lengths, StepTimings
+from launch.bench.session import StepTimings
 from launch.bench.throughput import saturation
 from launch.bench.trace import BenchError, DecodeStep, check_complete, run_requests, why_not_full
 from launch.bench.workload import greedy, random_prompts
 from runtime.execute.result_reader import StepTiming
 from runtime.frontend.client import EngineClient, PromptRequest
-from runtime.schedule.plan import StepKind
-from tests.runtime.engine.lives import Launches, Life
+from runtime.schedule.plan import StepOutput
 from tests.runtime.engine.rig import VOCABULARY, rig
 
 
@@ -90,15 +85,19 @@ def test_a_rejected_request_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_never_more_than_max_concurrency_are_under_way(most: int) -> None:
+def test_never_more_than_max_concurrency_are_under_way(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = random_prompts(7, 6, 5, VOCABULARY, seed=2)
     live: list[int] = []
     with rig(rows=8) as engine:
-        trace = run_requests(
-            EngineClient(engine, text=False, concurrency=most),
-            prompts,
-            after_turn=lambda output: live.append(engine.scheduler.unfinished),
-        )
+        step = engine.step
+
+        def watched() -> StepOutput:
+            output = step()
+            live.append(engine.scheduler.unfinished)
+            return output
+
+        monkeypatch.setattr(engine, "step", watched)
+        trace = run_requests(EngineClient(engine, text=False, concurrency=most), prompts)
     assert max(live) == most
     assert len(trace.finished) == 7
 
@@ -170,68 +169,3 @@ def test_a_device_window_is_made_of_ends_and_gaps() -> None:
     assert timings.of([DecodeStep(3, 0.0, 1)]) is None
     timings.clear()
     assert timings.whole is None
-
-
-# ---- anatomy ----
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_the_turns_of_steady_steps_have_all_phases(depth: int) -> None:
-    prompts = random_prompts(3, 10, 21, VOCABULARY, seed=1)
-    with rig(depth=depth, rows=4) as engine:
-        clock = TurnClock(engine)
-        trace = run_requests(EngineClient(engine, text=False), prompts, after_turn=clock.end_turn)
-        copied, copies = sum(turn.copied_bytes for turn in clock.turns), sum(turn.copies for turn in clock.turns)
-        assert copied == engine.counters["host_to_device_bytes"]
-        assert copies == engine.counters["host_to_device_copies"]
-    turns = clock.of(trace.decode_steps)
-    assert len(turns) == 20 - depth, "the last ones launch nothing"
-    for turn in turns:
-        assert turn.spent.keys() == {"turn", "exchange", "plan", "launch", "wait", "land"}
-        assert turn.spent["turn"] >= sum(turn.spent[phase] for phase in turn.spent if phase != "turn")
-    assert any(not turn.copies for turn in turns), "a steady step copies nothing"
-
-
-def test_a_replay_is_a_live_decode_of_the_steady_lengths() -> None:
-    lengths = Lengths(10, 21)
-    with rig(rows=4) as engine:
-        assert replay_ms(engine, lengths, 3, repeats=1) > 0
-        engine.executor.device.synchronize()
-        columns = engine.executor.tables.columns
-        assert columns.length[1:4].tolist() == [31] * 3, "every replay gave every row a token"
-        assert columns.finished[:5].tolist() == [columns.finished[0].item(), 0, 0, 0, columns.finished[4].item()]
-        blocks = engine.executor.tables.block_table_SP[1:4, :4].flatten().tolist()
-        assert blocks == list(range(1, 13))
-
-
-def test_a_replay_is_launched_as_the_engine_launches_such_rows() -> None:
-    life = Life()
-    with rig(rows=4, buckets=(1, 2, 4), observe=Launches(life)) as engine:
-        run_requests(EngineClient(engine, text=False), random_prompts(2, 10, 21, VOCABULARY, seed=1))
-        live = next(spec for spec in life.specs if len(spec.plan.slots) == 2 and spec.kind is StepKind.DECODE)
-        found = replay_spec(engine, replay_plan(engine, Lengths(10, 21), 2))
-        assert found == live._replace(plan=found.plan)
-        assert found.bucket == 2, "not the largest"
-
-
-def test_a_replay_in_groups_exchanges_what_all_of_them_bring() -> None:
-    """Each has two of three rows: without the exchange of the others, another graph would be timed."""
-    with rig(rows=4, buckets=(1, 2, 4)) as engine:
-        config = replace(engine.config, data_parallel=2, expert_parallel=True)
-        grouped = cast(Any, SimpleNamespace(config=config, executor=engine.executor))
-        plan = replay_plan(grouped, Lengths(10, 21), 3)
-        found = replay_spec(grouped, plan)
-    assert (len(plan.slots), found.bucket, found.exchange_rows, found.shared_bucket) == (2, 2, 2, 2)
-
-
-def test_a_replay_that_does_not_fit_is_refused() -> None:
-    with (
-        rig(rows=4, blocks=16, max_model_len=96) as engine,
-        pytest.raises(BenchError, match="needs 24 KV blocks, the pool has 16"),
-    ):
-        replay_plan(engine, Lengths(40, 24), 3)
-
-
-@pytest.mark.parametrize(("steps", "left_out"), [(256, 16), (64, 16), (20, 5), (3, 0)])
-def test_a_warm_up_never_leaves_out_most_of_a_run(steps: int, left_out: int) -> None:
-    assert warm_up_steps(steps) == left_out

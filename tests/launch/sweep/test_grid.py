@@ -218,7 +218,7 @@ def test_other_settings_have_other_keys() -> None:
     [
         ([1], "the file must be 'name: value' lines, not list"),
         ({"grids": {}}, "'grids', which means nothing here"),
-        ({"bench": "anatomy"}, "bench is 'anatomy', but must be one of latency, throughput"),
+        ({"bench": "flips"}, "bench is 'flips', but must be one of latency, throughput"),
         ({"grid": {"batch": 8}}, "grid: batch must be a list of values, not int 8; a single one goes under options"),
         ({"grid": {"batch": []}}, "grid: batch must be a list"),
         ({"grid": {"batch": [1, 1]}}, "batch: the list has a value twice"),

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from launch.bench.anatomy import WORK, Turn, TurnClock
 from models.kernels.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.device.open_device import open_device
@@ -26,6 +25,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
+from tests.runtime.engine.turn_clock import WORK, Turn, TurnClock
 
 PROMPT = 16
 STEPS = 400
@@ -77,18 +77,14 @@ def steady_turns(device: str, rows: int, waiting: int, depth: int, width: int = 
             engine.add(late)
 
         def end_when_measured(_: Engine, turn: int) -> None:
-            if len(steady(clock.turns)) == STEPS + WARM_UP:  # nobody needs the rest
+            if len(clock.steady) == STEPS + WARM_UP:  # nobody needs the rest
                 for one in requests:
                     engine.cancel(one.request_id)
 
         # The running ones come first in line, though they are announced last.
         first = [replace(one, priority=-1) for one in requests[:rows]]
         run(engine, first, end_when_measured, clock.end_turn, most_turns=1 << 20)
-    return steady(clock.turns)[WARM_UP + rows * PROMPT // 1024 :][: STEPS - WARM_UP]
-
-
-def steady(turns: list[Turn]) -> list[Turn]:
-    return [turn for turn in turns if {"plan", "launch", "land"} <= turn.spent.keys()]
+    return clock.steady[WARM_UP + rows * PROMPT // 1024 :][: STEPS - WARM_UP]
 
 
 def main() -> None:
