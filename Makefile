@@ -112,13 +112,13 @@ test-gpu:  ## on a machine with GPUs; uses the Python that holds its torch
 	$(PYTHON) -m pytest -p no:cacheprovider -m 'gpu or multigpu' tests
 
 diagram: $(STAMP)  ## redraws what the documents show of the code
-	$(BIN)/python -m docs.draw_scheduling
-	$(BIN)/python -m docs.draw_speculation
-	$(BIN)/python -m docs.draw_recurrent
-	$(BIN)/python -m docs.draw_control
-	$(BIN)/python -m docs.draw_timeline
-	$(BIN)/python -m docs.draw_daemon
-	$(BIN)/python -m docs.draw_embedding
+	$(BIN)/python -m tests.tools.diagrams.scheduling
+	$(BIN)/python -m tests.tools.diagrams.speculation
+	$(BIN)/python -m tests.tools.diagrams.recurrent
+	$(BIN)/python -m tests.tools.diagrams.control
+	$(BIN)/python -m tests.tools.diagrams.timeline
+	$(BIN)/python -m tests.tools.diagrams.daemon
+	$(BIN)/python -m tests.tools.diagrams.embedding
 
 clean:  ## what tests and tools have left
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache

@@ -23,7 +23,7 @@ from runtime.schedule.config import MixedSteps
 
 log = logging.getLogger(__name__)
 
-_STRIDE_OF_GROUPS = 2  # steps, of which one has chunks (docs/measurements/dp-attention.md#mixed-load)
+_STRIDE_OF_GROUPS = 2  # steps, of which one has chunks (docs/lab/measurements/dp-attention.md#mixed-load)
 _FIRST_KV_CELL = 1 << 14  # tokens of KV; cells of the table double from here to what the pool holds
 
 

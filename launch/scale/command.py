@@ -1,7 +1,7 @@
 """`sweep plan --dry-run-world N`: a world of N ranks planned in one process on a CPU, and checked.
 
 Knows: what makes such a plan, and how it is told. Does not know: how pieces are checked (shards.py), how ranks
-agree (scale/control.py). No process, socket or parameter is made. docs/scaling.md explains the figures.
+agree (scale/control.py). No process, socket or parameter is made. docs/lab/scaling.md explains the figures.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _PROMPT, _ANSWER = 40, 12
 class HopCosts:
     """Microseconds. ``hop``: from the send until the receiver has the record; ``send``: what each further receiver of
     the same record adds to that; ``busy``: what it keeps the sender's thread from other work. Near: Unix sockets inside
-    a node; far: ZeroMQ with CURVE to the first rank of another node. docs/scaling.md says where they come from."""
+    a node; far: ZeroMQ with CURVE to the first rank of another node. docs/lab/scaling.md says where they come from."""
 
     near_hop: float = 15.5
     near_send: float = 1.1

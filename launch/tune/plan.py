@@ -17,11 +17,11 @@ from models.kernels.matmul.choice_table import LinearShape
 from models.row_buckets import power_of_two_from
 
 IN_LAYERS_UP_TO = 256  # rows; beyond, products are nearly all of a step, and one alone draws as much power
-_POWER_LIMITED = 64  # rows; from about here on a step's clock follows its power (docs/measurements/power.md)
+_POWER_LIMITED = 64  # rows; from about here on a step's clock follows its power (docs/lab/measurements/power.md)
 _FIRST = (1, 8, 32, 128, 256, 64, 16, 2, 4)  # of the decode ladder: where engines are most often
 _TFLOP_PER_S = 500.0
-# Of a run on an H100 (docs/measurements/h100.md): 8B, 74 choices, 426 s, 77 of them of compiling. Finalists' turns are
-# 127 s by their number and length; the rest is the brief round's.
+# Of a run on an H100 (docs/lab/measurements/h100.md): 8B, 74 choices, 426 s, 77 of them of compiling. Finalists'
+# turns are 127 s by their number and length; the rest is the brief round's.
 _LAYER_SECONDS = 0.045  # of a candidate's result, capture and replays inside layers
 _COMPILE_SECONDS = 1.7  # of a whole search, where nothing is on disk yet
 _CANDIDATES = 95  # of a whole search, about: 80 to 105

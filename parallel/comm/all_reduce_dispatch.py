@@ -26,7 +26,7 @@ class SizeLimits:
     two_shot: int
 
 
-# Where one algorithm passes the next on H200s, rows of 8 KiB (docs/measurements/all-reduce.md); between 8
+# Where one algorithm passes the next on H200s, rows of 8 KiB (docs/lab/measurements/all-reduce.md); between 8
 # ranks by the kernels before this one (docs/decisions/0012). Groups of 3 and of 5 to 7 have what the next larger has.
 # Between two and between four, 64 MiB are the largest that was measured: three quarters of NCCL's time and 0.93 of it.
 # Between four, 256 KiB take as long in one shot as in two, but to a one-shot sum a matmul may push.

@@ -19,7 +19,7 @@ from runtime.schedule.plan import StepKind, StepPlan
 GREEDY = SamplingVariant()
 MOST_PIECES = 16  # of all chunks of a step whose keys are split
 MOST_SPLIT_TOKENS = 256  # of such a step, those of rows that decode included
-LONG_PREFIX = 1024  # tokens before a chunk; from there on splitting was faster (docs/measurements/attention.md)
+LONG_PREFIX = 1024  # tokens before a chunk; from there on splitting was faster (docs/lab/measurements/attention.md)
 EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: the token budget divided by these
 
 

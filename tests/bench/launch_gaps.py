@@ -5,8 +5,8 @@ Each variant is ``launch bench latency --profile`` in a process of its own; furt
 TPOT, and of each kernel the gap before it (launch/bench/kernel_tables.py). FOLDER/VARIANT has each run's files.
 
 Decode steps of 8B may have gaps 0.32 us longer where steps with chunks are captured; with the options here they have
-none since graphs are captured on the compute stream (docs/measurements/launch-specs-and-roles.md). The variants leave
-out what such a start does, one thing each.
+none since graphs are captured on the compute stream (docs/lab/measurements/launch-specs-and-roles.md). The variants
+leave out what such a start does, one thing each.
 
 Knows: which parts of warming up there are. Does not know: what a gap is made of.
 """

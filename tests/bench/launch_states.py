@@ -7,7 +7,7 @@ on which stream, decides which state follows. Each line is one thing, five times
 marks where the state it should begin in could not be had. A second table: after eight plain launches on another stream,
 so many dependent ones there, then so many plain ones on the graph's own: the state before and behind these, thrice.
 
-Knows: how to bring about both states. Does not know: what they are. docs/measurements/launch-specs-and-roles.md has
+Knows: how to bring about both states. Does not know: what they are. docs/lab/measurements/launch-specs-and-roles.md has
 what was found.
 """
 

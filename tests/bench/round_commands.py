@@ -1,7 +1,7 @@
 """Commands that time rounds of speculation, of Qwen3-8B's shape and one of 32B's, and plain steps to compare with.
 
-Knows: the drafters, how many guesses a script keeps of each, the contexts (docs/measurements/speculation.md). Does not
-know: how many GPUs run a command, or when (measure.py).
+Knows: the drafters, how many guesses a script keeps of each, the contexts (docs/lab/measurements/speculation.md).
+Does not know: how many GPUs run a command, or when (measure.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Floors of rounds of speculation beside those of plain steps, without a GPU: ``python -m tests.bench.round_floors``.
 
-One line a kind of round, as docs/measurements/speculation.md times them: bytes and FLOPs that it needs on one rank,
+One line a kind of round, as docs/lab/measurements/speculation.md times them: bytes and FLOPs that it needs on one rank,
 their time (at an H200's rates, as `bench latency --roofline`), and that over the floor of a step of one token a row.
 
 Knows: which rounds are measured. Does not know: what a floor is made of (launch/bench/roofline.py).

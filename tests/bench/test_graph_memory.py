@@ -9,7 +9,7 @@ import pytest
 from tests.bench.graph_memory import MIB, Pool
 from tests.torchrun import python
 
-MOST_MIB = 350  # of 8B; docs/measurements/mixed-load.md has what a GPU held
+MOST_MIB = 350  # of 8B; docs/lab/measurements/mixed-load.md has what a GPU held
 
 
 def test_all_graphs_of_8b_share_little_more_than_the_largest_step_needs() -> None:

@@ -15,7 +15,7 @@ CHECKED = ("plain", *ROUNDS, "mtp, drawn", "own mtp, 27B")
 def test_the_documented_launches_are_those_of_today() -> None:
     command = [sys.executable, "-m", "tests.bench.round_launches", "--only", *CHECKED]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT).stdout
-    documented = (ROOT / "docs/measurements/speculation.md").read_text().splitlines()
+    documented = (ROOT / "docs/lab/measurements/speculation.md").read_text().splitlines()
     found = printed.splitlines()
     assert len(found) > 2 + len(CHECKED), "a title, and a line or two of each"
     missing = [line for line in found if line not in documented]

@@ -8,12 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from docs import draw_embedding, draw_recurrent, draw_speculation
-from docs.draw_scheduling import DOCUMENT, redrawn
-from docs.draw_timeline import PICTURE, picture, play
 from runtime.config import EngineConfig
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.states import State
+from tests.tools.diagrams import embedding as draw_embedding
+from tests.tools.diagrams import recurrent as draw_recurrent
+from tests.tools.diagrams import speculation as draw_speculation
+from tests.tools.diagrams.scheduling import DOCUMENT, redrawn
+from tests.tools.diagrams.timeline import PICTURE, picture, play
 
 
 def test_the_scheduling_drawings_are_current() -> None:

@@ -16,8 +16,10 @@ NAMED_TEST = re.compile(r"`(test_\w{12,})`")
 
 
 def documents() -> list[Path]:
+    """All but docs/lab, a record that names what was there on its day; its index is read."""
     listed = subprocess.run(["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, check=True, text=True)
-    return [ROOT / path for path in listed.stdout.split("\0") if path and (ROOT / path).is_file()]
+    paths = [path for path in listed.stdout.split("\0") if path and (ROOT / path).is_file()]
+    return [ROOT / path for path in paths if not path.startswith("docs/lab/") or path == "docs/lab/README.md"]
 
 
 def test_links_lead_somewhere() -> None:

@@ -119,7 +119,7 @@ def _read(record: Path) -> dict[str, dict[str, Any]]:
 
 
 def _report(records: Sequence[dict[str, Any]], asked: int) -> int:
-    """The table for docs/measurements/faults.md; 1 when a promise was broken or a case is missing."""
+    """The table for docs/lab/measurements/faults.md; 1 when a promise was broken or a case is missing."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         groups[record["fault"], record["phase"]].append(record)

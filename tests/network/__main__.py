@@ -1,4 +1,5 @@
-"""What a link does to a job on two hosts, as the tables of docs/measurements/network.md: ``python -m tests.network``.
+"""What a link does to a job on two hosts, as the tables of docs/lab/measurements/network.md: ``python -m
+tests.network``.
 
 Knows: which links are tried and what is read off each job. Does not know: how jobs (jobs.py), turns (turns.py) and
 links (hosts.py) are made. Ends with 1 when an answer differs, a cut that is too short ends a job, or a process is left.

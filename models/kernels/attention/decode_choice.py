@@ -1,8 +1,8 @@
 """Which launch decode attention gets: keys a block, stages and warps, splits of a row, by TMA or not, merged how.
 
-Knows: what was measured on an H200 (docs/measurements/attention.md), tables of choices for other shapes and GPUs, and
-how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py, decode_balanced.py,
-decode_balanced_tma.py, decode_window.py), or who launches them (models/kernels/nvidia.py).
+Knows: what was measured on an H200 (docs/lab/measurements/attention.md), tables of choices for other shapes and
+GPUs, and how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py,
+decode_balanced.py, decode_balanced_tma.py, decode_window.py), or who launches them (models/kernels/nvidia.py).
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ def programs_each(inputs: DecodeAttention, kv_heads: int, by_tma: bool) -> int:
 
 
 def _window_launch(pairs: int, query_rows: int, multiprocessors: int, *, absent: bool) -> WindowLaunch:
-    """The fastest between products on an H200 (docs/measurements/attention.md). Up to as many pairs as multiprocessors
-    have one program each, with as many blocks of keys in flight as it has room for; more pairs have two. ``absent``:
-    rows may be, so the number of pairs says little.
+    """The fastest between products on an H200 (docs/lab/measurements/attention.md). Up to as many pairs as
+    multiprocessors have one program each, with as many blocks of keys in flight as it has room for; more pairs have
+    two. ``absent``: rows may be, so the number of pairs says little.
     """
     tma = query_rows < 128  # sums of more leave no registers for the ends of decode_window.py
     warps = 4 if tma else 8
@@ -263,7 +263,7 @@ def window_programs(each: int, kv_heads: int, multiprocessors: int) -> int:
 
 def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
     """Whether windows of few rows, or many query heads of a key head, have launches that were measured for them
-    (docs/measurements/attention.md)."""
+    (docs/lab/measurements/attention.md)."""
     return pairs <= _WINDOW_PAIRS and 16 <= query_rows <= 128 and padded_dim(head_dim) <= 256
 
 

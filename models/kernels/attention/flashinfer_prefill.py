@@ -11,9 +11,9 @@ A captured prefill (RepeatedPaged) has one device buffer for its plan, which eac
 order. Only fa3 can be captured: its launch is the same for every plan, while fa2 launches as many programs as a plan
 has.
 
-fa3 takes 13 to 20% less time over consecutive keys than over pages (H200, docs/measurements/attention.md). So captured
-steps of many tokens copy the keys first where that pays (gather_pages.py); they hold a launch of either kind, one of
-which has nothing to do.
+fa3 takes 13 to 20% less time over consecutive keys than over pages (H200, docs/lab/measurements/attention.md). So
+captured steps of many tokens copy the keys first where that pays (gather_pages.py); they hold a launch of either
+kind, one of which has nothing to do.
 """
 
 from __future__ import annotations

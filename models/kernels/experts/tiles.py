@@ -1,6 +1,6 @@
 """Tiles of the grouped GEMMs of experts, and for how few tokens lists do not pay.
 
-Knows: what was fast on an H200 for lists of an average length, in bfloat16 (docs/measurements/experts.md). Does not
+Knows: what was fast on an H200 for lists of an average length, in bfloat16 (docs/lab/measurements/experts.md). Does not
 know: the kernels that take them (grouped.py, grouped_tma.py, streamed.py).
 """
 

@@ -155,7 +155,7 @@ def captured(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def replay_for(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
     """Mean microseconds of a replay, over the second half of ``seconds`` of them: by then the clock is the one that the
-    GPU can hold at the power that these kernels draw (docs/measurements/power.md).
+    GPU can hold at the power that these kernels draw (docs/lab/measurements/power.md).
     """
     event: Any = torch.cuda.Event  # untyped in some versions of torch
     start, end = event(enable_timing=True), event(enable_timing=True)

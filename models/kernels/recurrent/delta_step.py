@@ -29,7 +29,10 @@ from models.kernels.recurrent.conv import kept_token, row_bounds, silu
 BATCH_INVARIANT = True  # a row by itself, token by token
 L2_EPS = tl.constexpr(1e-6)
 _KEPT_BY_A_PROGRAM = 4096  # numbers of the state, 16 KiB
-_STREAMED, _STAGES = 2048, 4  # numbers of the state in a slice, and slices on their way; docs/measurements/hybrid.md
+_STREAMED, _STAGES = (
+    2048,
+    4,
+)  # numbers of the state in a slice, and slices on their way; docs/lab/measurements/hybrid.md
 
 
 @triton.jit

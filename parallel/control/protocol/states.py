@@ -28,7 +28,7 @@ Rules
     rank's local clock, passed in; only differences are used, so clocks may disagree by any amount.
 
 Everything that changes a state goes through the two tables below. An input that the table has no entry for raises
-IllegalInput, which names state and input, and nothing has changed. docs/draw_control.py draws the tables.
+IllegalInput, which names state and input, and nothing has changed. tests/tools/diagrams/control.py draws the tables.
 """
 
 from __future__ import annotations

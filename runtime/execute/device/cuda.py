@@ -131,7 +131,7 @@ class CudaDevice:
 
     def capture(self, work: Work, *, name: str, warmup: Work | None = None, warmups: int = 2) -> CudaGraph:
         """On the compute stream itself: after kernels of another stream, every kernel of a replay may begin 0.3 us
-        later (docs/measurements/launch-specs-and-roles.md)."""
+        later (docs/lab/measurements/launch-specs-and-roles.md)."""
         stream = self._compute.cuda
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.torch_device)

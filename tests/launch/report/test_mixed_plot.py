@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,27 +71,6 @@ def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     drawn = out.read_text()
     for words in ("mixed load, all at once", "sglang 0.5.17", "11,500", "Lockstride p99", "closed loop: time to first"):
         assert words in drawn
-
-
-def test_the_recorded_figures_are_those_of_the_tables() -> None:
-    """docs/mixed-load.png is drawn from rows written down by hand: each figure is one of today's in docs/measurements,
-    and the README has the same of requests that come all at once.
-    """
-    points, page = (
-        read_points([DOCS / "results" / "mixed-load.figures.jsonl"]),
-        (DOCS / "measurements/mixed-load.md").read_text(),
-    )
-    told, front = page.split("\n## ")[1], (DOCS.parent / "README.md").read_text()
-    assert told.startswith("Today\n")
-    bars, (loop,) = at_once(points, MIXED), closed_loops(points, MIXED)
-    assert [bar.model for bar in bars] == ["qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"]
-    assert list(loop.engines["Lockstride"]) == [16, 64, 256]
-    for bar in bars:
-        assert f"| {bar.tok_s['Lockstride']:,.0f} " in told
-        assert f"{bar.tok_s['Lockstride']:,.0f} " in front
-    for most, figures in loop.engines["Lockstride"].items():
-        (line,) = re.findall(rf"^\| {most} \| [\d,]+ \| [\d., |]+$", told, re.MULTILINE)
-        assert [float(cell.replace(",", "")) for cell in line.strip("| ").split("|")[1:]] == list(figures.values())
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:

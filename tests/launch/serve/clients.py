@@ -3,7 +3,7 @@
 Knows: each client's package, what it is asked to do, and what it must bring back. Does not know: the server's inside.
 
 Each has a venv of its own under out/clients, made with pip: their requirements exclude each other. What they brought
-back is docs/clients.md. CI has the openai package alone (test_served.py).
+back is docs/lab/clients.md. CI has the openai package alone (test_served.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits of all-reduce kernels from times, among them those of docs/measurements/all-reduce.md."""
+"""Limits of all-reduce kernels from times, among them those of docs/lab/measurements/all-reduce.md."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_model_of_8b_fits_into_a_quarter_of_an_hour() -> None:
 
 
 def test_an_estimate_is_what_an_h100_took() -> None:
-    """docs/measurements/h100.md: 74 choices of 8B in 426 s."""
+    """docs/lab/measurements/h100.md: 74 choices of 8B in 426 s."""
     rows = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}
     measured = [task.estimate for task in tasks() if task.rows in rows]
     assert len(measured) == 74

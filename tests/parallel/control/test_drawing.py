@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from docs.draw_control import PAGE, drawings, drawn
 from parallel.control.protocol.states import FOLLOWER_TABLE, LEADER_TABLE
+from tests.tools.diagrams.control import PAGE, drawings, drawn
 
 
 def test_the_page_is_current() -> None:
     page = PAGE.read_text()
-    assert drawn(page) == page, "stale: run python -m docs.draw_control"
+    assert drawn(page) == page, "stale: run python -m tests.tools.diagrams.control"
 
 
 def test_the_diagrams_have_every_state_and_input() -> None:

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from docs.draw_daemon import PAGE, redrawn
 from runtime.daemon.frames import (
     BadFrame,
     Frame,
@@ -24,6 +23,7 @@ from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.daemon.scripted import ScriptedEngine
+from tests.tools.diagrams.daemon import PAGE, redrawn
 
 JUNK_FRAMES = 50_000
 JUNK_LINES = 20_000

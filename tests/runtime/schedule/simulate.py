@@ -79,8 +79,8 @@ QWEN3_8B_H200 = StepCosts(
     wave=4,
 )
 
-# The same of 0.6B (114,688 bytes a token, 28 layers of 16 heads): decode steps by docs/measurements/latency.md, prefill
-# by how much longer a batch's first tokens take with more of them (1.83 us a token).
+# The same of 0.6B (114,688 bytes a token, 28 layers of 16 heads): decode steps by docs/lab/measurements/latency.md,
+# prefill by how much longer a batch's first tokens take with more of them (1.83 us a token).
 QWEN3_06B_H200 = StepCosts(
     step_ms=((1, 0.653), (8, 0.793), (32, 1.005), (128, 1.117), (256, 1.138), (512, 1.5), (2048, 4.2), (8192, 15.4)),
     kv_ms=114_688 / 4.0e9,

@@ -136,7 +136,8 @@ def compute_of(device: CudaDevice) -> Any:
 
 
 def test_a_capture_warms_up_and_replays_on_the_compute_stream_alone(cuda: FakeCuda, device: CudaDevice) -> None:
-    """Kernels on another stream would make those of graphs begin later: docs/measurements/launch-specs-and-roles.md."""
+    """Kernels on another stream would make those of graphs begin later:
+    docs/lab/measurements/launch-specs-and-roles.md."""
     ran: list[tuple[str, FakeStream]] = []
     compute = compute_of(device)
     with torch.cuda.stream(torch.cuda.default_stream()):

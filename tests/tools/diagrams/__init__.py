@@ -1,0 +1,1 @@
+"""The parts of the documents that are drawn from code: `make diagram` redraws them."""

@@ -1,0 +1,40 @@
+"""Draws the fields of EngineConfig into docs/embedding.md: ``python -m tests.tools.diagrams.embedding`` (``--check``
+looks).
+
+Knows: fields, flags and what --help says of them, as the code has it. Does not know: the prose around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from launch.engine_options import add_engine_options
+from tests.tools.diagrams import drawn
+from tests.tools.diagrams.drawn import DOCS
+
+PAGE = DOCS / "embedding.md"
+_HELP = re.compile(r"(?P<what>.*) \((?:default: )?(?P<default>.*?)\) \[(?P<unit>.*)\]")
+
+
+def field_table() -> str:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_engine_options(parser.add_argument_group())
+    rows = ["| field | flag | what it is | unit | default |", "| --- | --- | --- | --- | --- |"]
+    for action in parser._actions:
+        flags = ", ".join(f"`{flag}`" for flag in action.option_strings if not flag.startswith("--no-"))
+        told = _HELP.fullmatch(action.help or "")
+        if told is None:
+            raise ValueError(f"the help of {flags} has another form: {action.help}")
+        cells = f"`{action.dest}`", flags, told["what"], told["unit"], told["default"]
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def redrawn(text: str) -> str:
+    return drawn.redrawn(text, {"fields": field_table})
+
+
+if __name__ == "__main__":
+    sys.exit(drawn.keep(PAGE, redrawn, __doc__))
