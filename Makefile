@@ -13,7 +13,7 @@ PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 # Empty means unset: every process of a test would compile the tree, and pytest rewrite each assertion, again and again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo install test lint typecheck interpreted pytest test-portable fuzz test-batches test-groups test-long test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
+.PHONY: help demo install test lint typecheck ratchet interpreted pytest test-portable fuzz test-batches test-groups test-long test-serve test-clients test-faults test-kill test-network test-slurm test-slurm-ci test-gpu measure-gpu bench-schedule diagram clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*  ## (.*)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
@@ -46,6 +46,9 @@ lint: $(STAMP)  ## ruff: rules and format
 
 typecheck: $(STAMP)  ## mypy, strict, over everything
 	$(BIN)/mypy
+
+ratchet: $(STAMP)  ## size and words against tests/tools/baseline.json: nothing frozen is worse
+	$(BIN)/python tests/tools/measure.py --check tests/tools/baseline.json
 
 interpreted: $(STAMP)  ## kernels of the sampler, of a step's ends, of a prefill's rotation, of forks, of lookups and of draft trees in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m gpu tests/gpu/test_sampler_gpu.py tests/gpu/test_step_io_gpu.py tests/gpu/test_window_io_gpu.py tests/gpu/test_draft_kernels_gpu.py tests/gpu/test_fused_rounds_gpu.py tests/gpu/test_rotation.py tests/gpu/test_block_copy_gpu.py tests/gpu/test_ngram_gpu.py tests/gpu/test_trees_gpu.py
