@@ -28,7 +28,7 @@ class ExchangeLimits:
     bytes: int
 
 
-# NCCL was slower at every size that was measured, between two groups and between four (docs/measurements/
+# NCCL was slower at every size that was measured, between two groups and between four (docs/lab/measurements/
 # dp-attention.md): up to 34 MB to each other rank, where a combine takes 75 and 94% of its time and a dispatch 37 and
 # 47%. Between more groups none was, so they keep to what was measured first. Shorter launches of a long prompt would
 # cost their latency more often.
