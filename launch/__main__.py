@@ -165,11 +165,7 @@ def _run_bench(command: BenchCommand) -> int:
     from launch.bench import command as bench
     from launch.ranks.start_engine import open_engine
     from launch.report.load_plot import LoadPictures
-    from launch.report.mixed_plot import plot_mixed
-    from launch.report.peers_plot import plot
 
-    if command.subcommand == "plot":
-        return (plot_mixed if command.options.kind == "serve" else plot)(command.options)
     return bench.run(command, os.environ, open_engine, LoadPictures())
 
 

@@ -20,7 +20,7 @@ MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {"latency": latency, 
 def run(
     command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine, draw: DrawLoad | None = None
 ) -> int:
-    """The whole command on this rank; returns its exit code. `bench plot` is no measurement: report/peers_plot.py.
+    """The whole command on this rank; returns its exit code.
 
     ``draw``: what draws the results of `bench serve`; without it they are not drawn.
 

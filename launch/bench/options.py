@@ -19,8 +19,7 @@ from launch.values import above_zero, at_least_one, counts, whole_number
 from runtime.config import EngineConfig
 from runtime.speculative_config import SpeculativeConfigError, merged_speculation
 
-Subcommand = Literal["latency", "throughput", "serve", "flips", "plot"]
-WITHOUT_ENGINE = ("flips", "plot")
+Subcommand = Literal["latency", "throughput", "serve", "flips"]
 
 FIXED_BATCH_MODEL_LEN = 4096
 PREFILL_FIRST = 1 << 20  # prefill steps in a row: all of a batch, before any of it decodes
@@ -71,9 +70,6 @@ class BenchOptions:
     flop_per_s: float = H200_FLOP_PER_S
     profile: bool = False
     results: tuple[Path, ...] = ()
-    peers: Path | None = None
-    out: Path = Path("tpot.png")
-    kind: Literal["latency", "serve"] = "latency"
     serve: ServeOptions | None = None
 
 
@@ -133,7 +129,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
             name, help=summary, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
         add_options(OptionAdder(parser, ServeOptions if name == "serve" else BenchOptions))
-        if name not in WITHOUT_ENGINE:
+        if name != "flips":
             shown = _OF_FIXED_BATCHES if name == "latency" else _OF_LOADS
             add_engine_options(parser.add_argument_group("engine"), shown=shown, model=_MODEL)
 
@@ -186,25 +182,6 @@ def _flips_options(add: OptionAdder) -> None:
     )
 
 
-def _plot_options(add: OptionAdder) -> None:
-    add.parser.add_argument(
-        "results",
-        nargs="+",
-        type=Path,
-        metavar="RESULT",
-        help="*.points.jsonl files, or folders that hold them (required) [file]",
-    )
-    add.value(
-        "--kind",
-        "latency: TPOT against batch; serve: mixed load of bench serve beside that of --peers",
-        "word",
-        str,
-        choices=("latency", "serve"),
-    )
-    add.value("--peers", "results of other engines under the same protocol", "file", Path, "none")
-    add.value("--out", "image to write; its suffix selects the format, such as .png or .svg", "file", Path)
-
-
 _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], ...] = (
     (
         "latency",
@@ -233,12 +210,5 @@ _SUBCOMMANDS: tuple[tuple[Subcommand, Callable[[OptionAdder], None], str, str], 
         "compare the answers of two configurations token by token",
         "Two output files of `generate` over the same input: first differences in 1,000 tokens, both tokens with their "
         'log-probabilities (ask for "logprobs": 20), and log-probabilities that differ in any bit. No model is loaded.',
-    ),
-    (
-        "plot",
-        _plot_options,
-        "draw TPOT against batch, or mixed load, from result files",
-        "TPOT against batch: the measured points, other engines' figures and the roofline floor; or mixed load beside "
-        "other engines. Needs matplotlib.",
     ),
 )

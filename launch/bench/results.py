@@ -7,7 +7,7 @@ Knows: names, units and file layout. Does not know: how a figure was measured.
     DIR/<...>.requests.jsonl                            one row a request of every run
     DIR/<...>.b<batch>.profile.json                     one a batch with --profile: kernels of its steps
     DIR/<...>.b<batch>.stages.json, .rounds.trace.json  and of rounds of speculation: their stages, for ui.perfetto.dev
-    DIR/<...>.points.jsonl                              one flat row a point: what `bench plot` and tables read
+    DIR/<...>.points.jsonl                              one flat row a point: what reports and tables read
 
 `bench serve` names its points c<concurrency>, r<rate>, c<concurrency>r<rate> or all:
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"")
 LINK_TO_HEADING = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-NAMED_DOCUMENT = re.compile(r"docs/[\w/.-]+\.(?:md|json)")
+NAMED_DOCUMENT = re.compile(r"docs/[\w/.-]+\.(?:md|jsonl?)\b")
 NAMED_PATH = re.compile(r"`((?:launch|runtime|models|parallel|tests|docs)/[\w./-]*)`")
 NAMED_TEST = re.compile(r"`(test_\w{12,})`")
 

@@ -46,7 +46,7 @@ def config_of(folder: Path, line: str) -> EngineConfig:
     return open_session(command, {}, no_engine).config
 
 
-@pytest.mark.parametrize("name", ["latency", "throughput", "serve", "plot"])
+@pytest.mark.parametrize("name", ["latency", "throughput", "serve", "flips"])
 def test_every_option_says_its_default_and_its_unit(name: str) -> None:
     for action in subcommands()[name]._actions:
         assert action.help is not None
@@ -92,7 +92,7 @@ def test_vllm_s_flags_are_read() -> None:
         ("latency --model m --num-prompts 3", "unrecognized arguments"),
         ("throughput --model m --profile", "unrecognized arguments"),
         ("throughput --model m --dataset-name hf", "invalid choice"),
-        ("plot", "RESULT"),
+        ("flips a", "FILE"),
         ("", "SUBCOMMAND"),
     ],
 )
