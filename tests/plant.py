@@ -40,9 +40,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import Kernels as Kernels
@@ -57,6 +55,9 @@ from runtime.execute.step.prefill_graphs import PrefillGraphs
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.tail import Tail
 from runtime.execute.step.window import WindowRole
+
+if TYPE_CHECKING:  # ranks that tests start have no use for it
+    import pytest
 
 Op = Callable[..., Any]  # what is planted over, bound to its kernels or step
 Owner = type | types.ModuleType

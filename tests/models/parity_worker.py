@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, GroupCollectives
 from parallel.layers.experts import ExpertSplit
 from tests.models.kernels.paged_driver import PagedDriver
+from tests.plant import Op, kernels_with
 
 NEW_TOKENS = 4
 
@@ -59,28 +59,22 @@ def scenarios_of(name: str, count: int) -> Sequence[Scenario]:
     return (*others, *SCENARIOS[-count:])
 
 
-class RoutingRecorder(ReferenceKernels):
+class RoutingRecorder:
     """Keeps every routing decision: weights, and the ids of the chosen experts on whichever rank they are."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []
         self.ids: list[Tensor] = []
 
-    def route_sigmoid(self, logits_TE: Tensor, bias_E: Tensor, routing: Any, *others: Any) -> tuple[Tensor, Tensor]:
-        local_E, real_T, *_ = others
+    def route(self, route: Op, logits_TE: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        """Either router: each ends with local numbers, real tokens and, where it is counted, the load."""
+        before, (local_E, real_T, *_) = given[:2], given[2:]
         all_E = torch.arange(len(local_E), dtype=torch.int32)  # the shared ones behind the others included
-        weights_TC, ids_TC = super().route_sigmoid(logits_TE, bias_E, routing, all_E, real_T)
+        weights_TC, ids_TC = route(logits_TE, *before, all_E, real_T)
         self.weights.append(weights_TC)
         self.ids.append(ids_TC)
-        return super().route_sigmoid(logits_TE, bias_E, routing, *others)
-
-    def route_top_k(self, logits_TE: Tensor, choices: int, *others: Any) -> tuple[Tensor, Tensor]:
-        renormalise, local_E, real_T, *_ = others
-        all_E = torch.arange(len(local_E), dtype=torch.int32)
-        weights_TC, ids_TC = super().route_top_k(logits_TE, choices, renormalise, all_E, real_T)
-        self.weights.append(weights_TC)
-        self.ids.append(ids_TC)
-        return super().route_top_k(logits_TE, choices, *others)
+        routed: tuple[Tensor, Tensor] = route(logits_TE, *given)
+        return routed
 
 
 def splits_of(config: ModelConfig) -> dict[str, ExpertSplit]:
@@ -98,12 +92,13 @@ def run_models(folder: Path, collectives: Collectives, count: int = len(SCENARIO
     for model_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
         config = ModelConfig.from_folder(model_folder)
         for name, split in splits_of(config).items():
-            kernels = RoutingRecorder()
+            recorder = RoutingRecorder()
+            kernels = kernels_with(route_top_k=recorder.route, route_sigmoid=recorder.route)
             model = load_model(config, model_folder, collectives=collectives, kernels=kernels, experts=split)
             results = run_scenarios(folder, model, scenarios_of(model_folder.name, count))
             routing = {
-                "weights": torch.cat([w.flatten() for w in kernels.weights] or [torch.zeros(1)]),
-                "ids": torch.cat([i.flatten() for i in kernels.ids] or [torch.zeros(1)]),
+                "weights": torch.cat([w.flatten() for w in recorder.weights] or [torch.zeros(1)]),
+                "ids": torch.cat([i.flatten() for i in recorder.ids] or [torch.zeros(1)]),
             }
             for label, result in {**results, **routing}.items():
                 _require_equal(label, result, collectives)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig, ModelConfigError
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
@@ -22,6 +21,7 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.experts import ExpertSplit, held_experts
 from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
+from tests.plant import Op, plant, reference_kernels
 
 QWEN: dict[str, Any] = {
     **TINY,
@@ -51,7 +51,7 @@ SPLITS = {
 def build(config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1, device: str = "cpu") -> Decoder:
     read = ModelConfig.from_dict(config)
     with torch.device(device):
-        context = ModelContext(RankOf(rank, size), ReferenceKernels(), torch.float32, split)
+        context = ModelContext(RankOf(rank, size), reference_kernels(), torch.float32, split)
         return model_class(read.architecture)(read, context)
 
 
@@ -61,7 +61,7 @@ def load(folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: 
         folder,
         load_format="dummy" if folder is None else "safetensors",
         collectives=SingleRank() if size == 1 else RankOf(rank, size),
-        kernels=ReferenceKernels(),
+        kernels=reference_kernels(),
         experts=split,
     )
 
@@ -269,7 +269,7 @@ def test_route_top_k_follows_the_formula(renormalise: bool) -> None:
     logits, load = random(50, 12), torch.zeros(12, dtype=torch.int64)
     real = torch.arange(50) % 7 != 0
     local = torch.tensor([-1, 0, 1, -1, 2, -1, 3, 4, -1, 5, -1, -1], dtype=torch.int32)
-    weights, chosen = ReferenceKernels().route_top_k(logits, 3, renormalise, local, real, load)
+    weights, chosen = reference_kernels().route_top_k(logits, 3, renormalise, local, real, load)
     expected = logits.softmax(-1).topk(3)
     values = expected.values / expected.values.sum(-1, keepdim=True) if renormalise else expected.values
     torch.testing.assert_close(weights, values)
@@ -280,7 +280,7 @@ def test_route_top_k_follows_the_formula(renormalise: bool) -> None:
 
 def test_equal_scores_choose_the_lower_ids() -> None:
     local = torch.arange(6, dtype=torch.int32)
-    weights, chosen = ReferenceKernels().route_top_k(
+    weights, chosen = reference_kernels().route_top_k(
         torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0]]), 4, True, local, torch.tensor([True])
     )
     assert chosen.tolist() == [[1, 3, 0, 2]]
@@ -299,7 +299,7 @@ def test_expert_mlp_follows_the_formula_and_masks() -> None:
             if g >= 0:
                 gate, up = gate_up[g, :inner] @ x[t], gate_up[g, inner:] @ x[t]
                 expected[t] += weight * (down[g] @ (gate * gate.sigmoid() * up))
-    out = ReferenceKernels().expert_mlp(x, gate_up, down, weights, chosen.int(), all_experts=experts)
+    out = reference_kernels().expert_mlp(x, gate_up, down, weights, chosen.int(), all_experts=experts)
     torch.testing.assert_close(out, expected)
     assert out[3].tolist() == out[7].tolist() == [0.0] * hidden
 
@@ -307,7 +307,7 @@ def test_expert_mlp_follows_the_formula_and_masks() -> None:
 def test_ranks_terms_add_up() -> None:
     """Whatever the split, the partial sums of all ranks make the layer."""
     x, real = random(11, 24), torch.ones(11, dtype=torch.bool)
-    kernels = ReferenceKernels()
+    kernels = reference_kernels()
 
     def partial(split: ExpertSplit, rank: int, size: int) -> Tensor:
         mlp = sparse_mlp(load(None, QWEN, split, rank, size))
@@ -323,11 +323,11 @@ def test_ranks_terms_add_up() -> None:
 def test_kernels_are_told_of_the_experts_of_all_ranks(split: ExpertSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
 
-    def expert_mlp(_: ReferenceKernels, x_TN: Tensor, *weights_and_choice: Tensor, all_experts: int) -> Tensor:
+    def expert_mlp(_: Op, x_TN: Tensor, *weights_and_choice: Tensor, all_experts: int) -> Tensor:
         told.append(all_experts)
         return torch.zeros_like(x_TN)
 
-    monkeypatch.setattr(ReferenceKernels, "expert_mlp", expert_mlp)
+    plant(monkeypatch, expert_mlp, op="expert_mlp")
     monkeypatch.setattr(RankOf, "all_reduce", lambda _, x: x)
     mlp, x = sparse_mlp(load(None, QWEN, split, 1, 2)), random(3, 24)
     mlp(x, torch.zeros_like(x), torch.ones(3, dtype=torch.bool))

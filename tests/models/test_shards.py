@@ -10,13 +10,13 @@ import torch
 from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.dummy import DummyTensor
-from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.layers.linear import ColumnParallel, RowParallel
 from parallel.layers.shard import HeadShard, ShardContext, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
 from tests.models.tiny_delta import FAMILIES as DELTA_FAMILIES
+from tests.plant import reference_kernels
 
 WIDE = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
 FAMILIES = {
@@ -33,7 +33,7 @@ def dummy(config: dict[str, Any], rank: int, size: int, seed: int = 0) -> Decode
         None,
         load_format="dummy",
         collectives=RankOf(rank, size),
-        kernels=ReferenceKernels(),
+        kernels=reference_kernels(),
         seed=seed,
     )
 
@@ -171,7 +171,7 @@ def test_legal_head_splits(heads: int, kv_heads: int, legal: list[int]) -> None:
 
 
 def test_uneven_splits_name_the_legal_sizes() -> None:
-    placement = ShardContext(RankOf(0, 4), ReferenceKernels(), torch.float32)
+    placement = ShardContext(RankOf(0, 4), reference_kernels(), torch.float32)
     with pytest.raises(ValueError, match=r"6 query heads and 2 key/value heads .* over 4 .* out of \[1, 2, 6\]"):
         HeadShard(6, 2, 0, 4)
     with pytest.raises(ValueError, match=r"10 outputs .* over 4 .* out of \[1, 2, 5, 10\]"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import PIECE, DecodeAttention, MixedAttention, PrefillAttention, StepInputs
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import Rotation
-from models.kernels.reference import ReferenceKernels
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from parallel.comm.collectives import SingleRank
 from tests.models.tiny_checkpoint import TINY
+from tests.plant import Kernels, Op, invariant_kernels, kernels_with, reference_kernels
 
 PAGE, PAGES = 4, 20
 CONFIG = ModelConfig.from_dict(TINY)
@@ -71,7 +70,7 @@ def tokens_of(rows: Sequence[Row]) -> list[list[int]]:
     return [list(range(end - row.new, end)) for end, row in zip(ends, rows, strict=True)]
 
 
-def layer(kernels: ReferenceKernels) -> Attention:
+def layer(kernels: Kernels) -> Attention:
     context = ModelContext(SingleRank(), kernels, torch.float32)
     angles_LR = cos_sin_cache(CONFIG.rope, CONFIG.rotary_dim, CONFIG.max_length)
     norm, q_norm, k_norm = (RMSNorm(size, 1e-6, context) for size in (CONFIG.hidden_size, *[CONFIG.head_dim] * 2))
@@ -106,7 +105,7 @@ def attended(
 
 def one_after_the_other(rows: Sequence[Row]) -> Tensor:
     """Each row in a step of its own, whoever writes a page before those who read it."""
-    made, kv_layer, x_TN, found_TN = layer(ReferenceKernels()), cache(), tokens(), torch.empty_like(tokens())
+    made, kv_layer, x_TN, found_TN = layer(reference_kernels()), cache(), tokens(), torch.empty_like(tokens())
     of_rows = tokens_of(rows)
     for number in WRITERS_FIRST:
         row, here = rows[number], of_rows[number]
@@ -144,16 +143,16 @@ LAYOUTS = [as_chunks, as_pieces]
 Layout = Callable[[Sequence[Row]], MixedAttention]
 
 
-def check(kernels: ReferenceKernels, rows: Sequence[Row], layout: Layout) -> None:
+def check(kernels: Kernels, rows: Sequence[Row], layout: Layout) -> None:
     """Far from the last bits: a key that is not there changes the result by a tenth and more."""
     found_TN = attended(layer(kernels), tokens(), rows, cache(), layout(rows))
     torch.testing.assert_close(found_TN, one_after_the_other(rows), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kernels", [ReferenceKernels(), DeterministicReferenceKernels()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", [reference_kernels(), invariant_kernels()], ids=lambda k: k.name)
 @pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared", "apart"])
-def test_what_a_row_writes_is_seen_by_all(rows: Sequence[Row], kernels: ReferenceKernels, layout: Layout) -> None:
+def test_what_a_row_writes_is_seen_by_all(rows: Sequence[Row], kernels: Kernels, layout: Layout) -> None:
     check(kernels, rows, layout)
 
 
@@ -171,24 +170,25 @@ TURNS: dict[str, Turns] = {
 }
 
 
-class InTurns(ReferenceKernels):
+class InTurns:
     """Rows write and attend in ``turns``, as launches would that do both for some of them."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self._slots_T = self._written = torch.empty(0)
 
-    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+    def rope_and_cache(self, rope: Op, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
         self._slots_T, self._written = rotation.kv_slots_T, kv_layer.clone()
-        return super().rope_and_cache(qkv_TX, heads, self._written, rotation)
+        q_THD: Tensor = rope(qkv_TX, heads, self._written, rotation)
+        return q_THD
 
-    def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+    def mixed_attention(self, attend: Op, q_THD: Tensor, kv_layer: Tensor, *given: Any) -> Tensor:
         out_THD, of_rows = torch.empty_like(q_THD), tokens_of(SHARED)
         for writing, attending in self.turns:
             slots = self._slots_T[[token for row in writing for token in of_rows[row]]].long()
             kv_layer.flatten(1, 2)[:, slots] = self._written.flatten(1, 2)[:, slots]
             here = [token for row in attending for token in of_rows[row]]
-            out_THD[here] = super().mixed_attention(q_THD, kv_layer, inputs, scale)[here]
+            out_THD[here] = attend(q_THD, kv_layer, *given)[here]
         return out_THD
 
 
@@ -196,7 +196,8 @@ class InTurns(ReferenceKernels):
 @pytest.mark.parametrize("turns", TURNS)
 def test_keys_that_are_written_too_late_are_missed(turns: str, layout: Layout) -> None:
     """Rows that share nothing would not tell, but of keys that their own row writes too late."""
-    kernels = InTurns(TURNS[turns])
+    mutant = InTurns(TURNS[turns])
+    kernels = kernels_with(rope_and_cache=mutant.rope_and_cache, mixed_attention=mutant.mixed_attention)
     for rows, wrong in ((SHARED, turns != "right"), (APART, turns == "attends first")):
         if wrong:
             with pytest.raises(AssertionError, match="not close"):

@@ -14,12 +14,11 @@ import torch
 
 from models.block_pattern import Mamba2Shape
 from models.config import ModelConfig, ModelConfigError
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.reference import ReferenceKernels
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.layers.routed_experts import RoutedExperts
 from tests.models.tiny_checkpoint import build
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.plant import Kernels, invariant_kernels, reference_kernels
 from tests.runtime.engine.rig import TINY
 
 EXPERTS, HIDDEN, TOKENS = 16, 20, 60
@@ -61,7 +60,7 @@ def test_weights_and_choices_are_those_of_transformers(
     theirs = their_router(family, routing)
     x, real = torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, dtype=torch.bool)
     _, expected, ids = theirs(x)
-    kernels = ReferenceKernels()
+    kernels = reference_kernels()
     logits = kernels.router_logits(x, theirs.weight)
     weights, chosen = kernels.route_sigmoid(logits, theirs.e_score_correction_bias, routing, HERE, real)
     mine, order = chosen.long().argsort(-1), ids.argsort(-1)
@@ -76,7 +75,7 @@ def test_masked_tokens_and_other_ranks_experts() -> None:
     routing, logits, bias = SigmoidRouting(3, True, 4, 2), torch.randn(TOKENS, EXPERTS), torch.randn(EXPERTS)
     real = torch.arange(TOKENS) % 4 != 1
     local, load = torch.where(HERE % 2 == 0, HERE // 2, -1), torch.zeros(EXPERTS, dtype=torch.int64)
-    everything, nothing = ReferenceKernels(), torch.full_like(real, False)
+    everything, nothing = reference_kernels(), torch.full_like(real, False)
     _, ids = everything.route_sigmoid(logits, bias, routing, HERE, ~nothing)
     logits[~real] = float("nan")
     _, chosen = everything.route_sigmoid(logits, bias, routing, local, real, load)
@@ -87,24 +86,24 @@ def test_masked_tokens_and_other_ranks_experts() -> None:
 def test_equal_scores_choose_the_lower_ids() -> None:
     """Of groups and of experts: every rank chooses the same."""
     routing, real = SigmoidRouting(3, True, 4, 2), torch.ones(1, dtype=torch.bool)
-    _, chosen = ReferenceKernels().route_sigmoid(torch.zeros(1, EXPERTS), torch.zeros(EXPERTS), routing, HERE, real)
+    _, chosen = reference_kernels().route_sigmoid(torch.zeros(1, EXPERTS), torch.zeros(EXPERTS), routing, HERE, real)
     assert chosen.tolist() == [[0, 1, 2]]
     bias = torch.zeros(EXPERTS)
     bias[9] = 1.0
-    _, chosen = ReferenceKernels().route_sigmoid(torch.zeros(1, EXPERTS), bias, routing, HERE, real)
+    _, chosen = reference_kernels().route_sigmoid(torch.zeros(1, EXPERTS), bias, routing, HERE, real)
     assert chosen.tolist() == [[9, 0, 1]]
 
 
 def test_logits_are_not_rounded_to_the_dtype_of_activations() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(EXPERTS, 64).bfloat16()
-    found = ReferenceKernels().router_logits(x, weight)
+    found = reference_kernels().router_logits(x, weight)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [ReferenceKernels(), DeterministicReferenceKernels()])
-def test_experts_without_a_gate_follow_the_formula(kernels: ReferenceKernels) -> None:
+@pytest.mark.parametrize("kernels", [reference_kernels(), invariant_kernels()])
+def test_experts_without_a_gate_follow_the_formula(kernels: Kernels) -> None:
     torch.manual_seed(2)
     x, up, down = torch.randn(5, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 8)
     weights, chosen = torch.rand(5, 2), torch.tensor([[0, 1], [2, -1], [-1, -1], [1, 2], [2, 0]])

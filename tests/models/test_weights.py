@@ -14,11 +14,11 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write, write_index
+from tests.plant import reference_kernels
 
 CONFIG = ModelConfig.from_dict(TINY)
 TIED = ModelConfig.from_dict({**TINY, "tie_word_embeddings": True})
@@ -31,7 +31,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def load(folder: Path, config: ModelConfig = CONFIG, dtype: torch.dtype | None = None) -> Decoder:
-    return load_model(config, folder, dtype=dtype, collectives=SingleRank(), kernels=ReferenceKernels())
+    return load_model(config, folder, dtype=dtype, collectives=SingleRank(), kernels=reference_kernels())
 
 
 def refusal(folder: Path, config: ModelConfig = CONFIG, dtype: torch.dtype | None = None) -> str:
@@ -44,7 +44,7 @@ def test_every_rank_reads_its_piece_of_every_tensor(tmp_path: Path, tensors: dic
     write(tmp_path, tensors, files=3)
     for size in (1, 2, 4):
         for rank in range(size):
-            model = load_model(CONFIG, tmp_path, collectives=RankOf(rank, size), kernels=ReferenceKernels())
+            model = load_model(CONFIG, tmp_path, collectives=RankOf(rank, size), kernels=reference_kernels())
             for name, shard in model.checkpoint_shards().items():
                 for piece in shard.pieces:
                     assert torch.equal(piece.target, tensors[name][piece.ranges]), name
@@ -57,7 +57,7 @@ def test_progress_counts_each_tensor_once(tmp_path: Path, tensors: dict[str, Ten
         CONFIG,
         tmp_path,
         collectives=SingleRank(),
-        kernels=ReferenceKernels(),
+        kernels=reference_kernels(),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(n, len(tensors)) for n in range(1, len(tensors) + 1)]
@@ -217,7 +217,7 @@ def test_nothing_is_allocated_before_the_check(tmp_path: Path, tensors: dict[str
 
 def test_unknown_load_format_and_absent_folder() -> None:
     def attempt(load_format: str) -> None:
-        load_model(CONFIG, None, load_format=load_format, collectives=SingleRank(), kernels=ReferenceKernels())
+        load_model(CONFIG, None, load_format=load_format, collectives=SingleRank(), kernels=reference_kernels())
 
     with pytest.raises(ValueError, match="'pt' is unknown; use one of safetensors, dummy"):
         attempt("pt")
@@ -231,14 +231,14 @@ import torch
 torch.set_num_threads(1)
 from models import weights
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import SingleRank
+from tests.plant import reference_kernels
 
 def memory(key):
     return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) << 10
 
 weights.MAPPED_BYTES = 16 << 20
-arguments = dict(dtype=torch.bfloat16, collectives=SingleRank(), kernels=ReferenceKernels())
+arguments = dict(dtype=torch.bfloat16, collectives=SingleRank(), kernels=reference_kernels())
 weights.load_model(ModelConfig.from_folder(sys.argv[1]), sys.argv[1], **arguments)  # imports and allocator warm
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # reset the high-water mark

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.dummy import DummyTensor
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.registry import model_class
 from parallel.comm.collectives import Collectives, SingleRank
+from tests.plant import reference_kernels
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -56,7 +56,7 @@ def build(config: ModelConfig, rank: int = 0, size: int = 1, device: str = "cpu"
     """One rank's uninitialised share of a model."""
     collectives = SingleRank() if size == 1 else RankOf(rank, size)
     with torch.device(device):
-        return model_class(config.architecture)(config, ModelContext(collectives, ReferenceKernels(), torch.float32))
+        return model_class(config.architecture)(config, ModelContext(collectives, reference_kernels(), torch.float32))
 
 
 def full_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_checkpoint import TINY, full_tensors
 from tests.models.weights_index_mutations import SEVERAL_FILES
 from tests.models.weights_mutations import ONE_FILE, Checkpoint, Mutation
+from tests.plant import reference_kernels
 
 CONFIG = ModelConfig.from_dict(TINY)
 KINDS = ONE_FILE + SEVERAL_FILES
@@ -66,7 +66,7 @@ def attempt(mutation: Mutation, folder: Path) -> str:
     total = sum(file.stat().st_size for file in folder.parent.rglob("*") if file.is_file())
     with Allocations() as allocations:
         try:
-            model = load_model(CONFIG, folder, collectives=SingleRank(), kernels=ReferenceKernels())
+            model = load_model(CONFIG, folder, collectives=SingleRank(), kernels=reference_kernels())
         except WeightsError as error:
             model, refusal = None, str(error)
     if allocations.largest > 2 * total:

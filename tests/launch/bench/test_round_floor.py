@@ -25,11 +25,11 @@ from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
 from models.drafters.mtp_layouts import BlocksDraft
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from parallel.comm.collectives import SingleRank
 from runtime.speculative_config import speculative_config
 from tests.models.drafters.tiny_drafters import dflash_config
+from tests.plant import reference_kernels
 
 ONE = Ceilings(ranks=1, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
 TWO = Ceilings(ranks=2, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
@@ -99,7 +99,7 @@ def values_of(draft: torch.nn.Module) -> int:
 
 def on_meta(make: Any, config: Any, **options: Any) -> int:
     with torch.device("meta"):
-        return values_of(make(config, ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16), **options))
+        return values_of(make(config, ModelContext(SingleRank(), reference_kernels(), torch.bfloat16), **options))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from launch.tune.shapes import RankShare, asked_attention, asked_products
 from models.config import ModelConfig
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
-from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
+from tests.plant import Op, kernels_with
 from tests.torchrun import python
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -55,21 +55,24 @@ class Matmul:
         return x @ weight.T * (-1 if choice == WRONG else 1)
 
 
-class CpuKernels(ReferenceKernels):
-    """Notes which choice each product ran by."""
+def cpu_kernels() -> Any:
+    """Of which products by a wrong choice are wrong."""
+    matmul = Matmul()
 
-    def __init__(self) -> None:
-        self.device, self.traits, self.matmul = torch.device("cpu"), H200, Matmul()
-
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def by_choice(linear: Op, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         (rows, inner), outputs = x_TN.shape, weight_ON.shape[0]
         shapes = [
             LinearShape(rows, outputs, inner, x_TN.dtype, normed, gate_up)
             for normed in (False, True)
             for gate_up in (False, True)
         ]
-        nonsense = any(self.matmul.choice(shape) == WRONG for shape in shapes)
-        return super().linear(x_TN, weight_ON, bias_O) * (-1 if nonsense else 1)
+        nonsense = any(matmul.choice(shape) == WRONG for shape in shapes)
+        found: Tensor = linear(x_TN, weight_ON, bias_O) * (-1 if nonsense else 1)
+        return found
+
+    made: Any = kernels_with(linear=by_choice)
+    made.device, made.traits, made.matmul = torch.device("cpu"), H200, matmul
+    return made
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runner, "replay_for", lambda graph, seconds: graph().shape[0] * 20.0)
     monkeypatch.setattr(runner, "_COLD_WEIGHTS", 1 << 20)
     monkeypatch.setattr(runner, "_COLD_KV", 1 << 12)
-    return runner.GpuRunner(share(), CpuKernels())
+    return runner.GpuRunner(share(), cpu_kernels())
 
 
 def share(folder: Path = DEMO, ranks: int = 2) -> RankShare:
@@ -124,7 +127,7 @@ def test_candidates_inside_recurrent_layers_begin_with_no_state(made: Any) -> No
     """Each run goes on from the state that the one before it left: the same choice would be taken for a wrong one."""
     hybrid = share(DEMO / "hybrid", 1)
     (asked,) = asked_products(hybrid, (8,), 256)
-    bench = runner.GpuRunner(hybrid, CpuKernels()).bench(Task(8, asked.layers[0], True, True, EFFORT, 1.0))
+    bench = runner.GpuRunner(hybrid, cpu_kernels()).bench(Task(8, asked.layers[0], True, True, EFFORT, 1.0))
     assert bench._layers._banks
     for choice in (Blas(), FINE, Blas()):
         bench.brief_us(choice, 4)

@@ -18,13 +18,13 @@ from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import chosen_ids, mapped_ids
 from models.drafters.load import load_head, load_mtp
-from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
 from runtime.speculate.likeliest import likeliest_few
 from tests.models.drafters.test_drafters import TARGET
 from tests.models.drafters.tiny_drafters import SIZES, dflash_config, mtp_config, mtp_tensors, write
+from tests.plant import reference_kernels
 from tests.runtime.engine.tensor_ranks import Meeting, MetCollectives
 
 VOCABULARY = SIZES["vocab_size"]
@@ -33,7 +33,7 @@ IDS = (3, 4, 9, 20, 36)
 
 def target(collectives: Collectives | None = None) -> Decoder:
     config = ModelConfig.from_dict(TARGET)
-    how: dict[str, Any] = {"load_format": "dummy", "kernels": ReferenceKernels(), "seed": 3}
+    how: dict[str, Any] = {"load_format": "dummy", "kernels": reference_kernels(), "seed": 3}
     return load_model(config, None, collectives=collectives or SingleRank(), **how)
 
 

@@ -18,9 +18,7 @@ from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, def
 from models.drafters.load import load_dflash, load_mtp, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.inputs import DecodeAttention, StepInputs
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.interface import Kernels, Rotation
-from models.kernels.reference import ReferenceKernels
+from models.kernels.interface import Rotation
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
@@ -38,7 +36,8 @@ from tests.models.drafters.tiny_drafters import (
 )
 from tests.models.tiny_checkpoint import RankOf
 from tests.models.tiny_delta import FAMILIES
-from tests.runtime.engine.tensor_ranks import LateSums, Meeting, MetCollectives, PushedSums, PushingKernels
+from tests.plant import Kernels, invariant_kernels, kernels_with, reference_kernels
+from tests.runtime.engine.tensor_ranks import LateSums, Meeting, MetCollectives, PushedSums, pushed
 
 PAGE = 4
 TARGET = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -50,7 +49,7 @@ def target(
 ) -> Decoder:
     """By default of one rank."""
     config, of_group = ModelConfig.from_dict(keys), collectives or SingleRank()
-    used = kernels or ReferenceKernels()
+    used = kernels or reference_kernels()
     return load_model(config, None, load_format="dummy", collectives=of_group, kernels=used, seed=3)
 
 
@@ -114,7 +113,7 @@ def entries_by_definition(
     tensors: dict[str, Tensor], config: dict[str, Any], draft: DFlashDraft, features_TF: Tensor
 ) -> list[Tensor]:
     """The same of all heads: ``fc`` at once, and of each layer a product for its keys and one for its values."""
-    kernels, found = ReferenceKernels(), []
+    kernels, found = reference_kernels(), []
     context_TN = kernels.rms_norm(features_TF @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], 1e-6)
     positions = torch.arange(len(features_TF))
     for number in range(config["num_hidden_layers"]):
@@ -168,7 +167,7 @@ def test_entries_are_those_of_whole_products_whatever_the_ranks(
 
     def of_rank(rank: int) -> tuple[DFlashDraft, list[list[Tensor]]]:
         collectives = sums(meeting, rank) if size > 1 else None
-        kernels = _Pushing() if sums is PushedSums else None
+        kernels = kernels_with(linear_push=pushed) if sums is PushedSums else None
         draft = load_dflash(target(collectives=collectives, kernels=kernels), DFlashConfig.from_dict(config), folder)
         return draft, [entries(draft, some) for some in features]
 
@@ -184,16 +183,10 @@ def test_entries_are_those_of_whole_products_whatever_the_ranks(
                 torch.testing.assert_close(layer, whole[:, :, heads], rtol=2e-5, atol=2e-5)
 
 
-class _Pushing(ReferenceKernels):
-    """As tensor_ranks.PushingKernels, in float32."""
-
-    linear_push = PushingKernels.linear_push
-
-
 def test_an_entry_of_the_deterministic_mode_does_not_depend_on_the_others(tmp_path: Path) -> None:
     config = dflash_config()
     folder = write(tmp_path, config, dflash_tensors(config))
-    draft = load_dflash(target(kernels=DeterministicReferenceKernels()), DFlashConfig.from_dict(config), folder)
+    draft = load_dflash(target(kernels=invariant_kernels()), DFlashConfig.from_dict(config), folder)
     features = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
     for some, few in zip(entries(draft, features), entries(draft, features[:4]), strict=True):
         assert torch.equal(some[:, :4], few)

@@ -13,7 +13,6 @@ from models.checkpoint import WeightsError
 from models.config import ModelConfig
 from models.drafters.draft_config import MTPConfig
 from models.drafters.load import check_own_mtp, load_mtp, load_own_mtp
-from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.models.drafters.test_drafters import TARGET, compare_guesses, target
@@ -27,6 +26,7 @@ from tests.models.drafters.tiny_drafters import (
 )
 from tests.models.tiny_checkpoint import full_tensors
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.plant import reference_kernels
 
 DENSE = {**TARGET, "num_nextn_predict_layers": 1}
 SPARSE = {
@@ -51,7 +51,7 @@ def test_a_layer_under_deepseeks_names_guesses_as_the_oracle(tmp_path: Path, con
     wrong = torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"])
     stored |= {f"model.layers.2.{name}.weight": wrong.clone() for name in ("embed_tokens", "shared_head.head")}
     folder = write(tmp_path, config, stored)
-    read = load_model(ModelConfig.from_dict(config), folder, collectives=SingleRank(), kernels=ReferenceKernels())
+    read = load_model(ModelConfig.from_dict(config), folder, collectives=SingleRank(), kernels=reference_kernels())
     compare_guesses(read, load_own_mtp(read, folder), config, mtp_tensors(config))
 
 
@@ -70,7 +70,7 @@ def test_a_nemotron_h_layer_guesses_as_the_oracle(tmp_path: Path, pattern: str, 
     written = {**HYBRID, "mtp_layers_block_type": [kinds[letter] for letter in pattern]} if words else config
     tensors = blocks_tensors(config)
     folder = write(tmp_path, written, full_tensors(ModelConfig.from_dict(HYBRID)) | tensors)
-    read = load_model(ModelConfig.from_folder(folder), folder, collectives=SingleRank(), kernels=ReferenceKernels())
+    read = load_model(ModelConfig.from_folder(folder), folder, collectives=SingleRank(), kernels=reference_kernels())
     compare_guesses(read, load_own_mtp(read, folder), config, tensors)
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm import symmetric_exchange
 from parallel.comm.collectives import Collectives, GroupCollectives
@@ -29,6 +28,7 @@ from parallel.layers.experts import ExpertSplit
 from parallel.topology import ParallelDegrees
 from tests.models.kernels.paged_driver import PagedDriver
 from tests.models.tiny_checkpoint import TINY
+from tests.plant import reference_kernels
 
 CONFIG: dict[str, Any] = {
     **TINY,
@@ -54,7 +54,7 @@ def answers(group: int, collectives: Collectives, split: ExpertSplit) -> dict[st
         None,
         load_format="dummy",
         collectives=collectives,
-        kernels=ReferenceKernels(),
+        kernels=reference_kernels(),
         experts=split,
     )
     rows = PagedDriver(model, pages=40).generate(prompts_of(group), new_tokens=5)

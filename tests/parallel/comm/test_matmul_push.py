@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
-from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import Collectives, PendingAllReduce, SingleRank
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
+from tests.plant import Kernels, Op, kernels_with, reference_kernels
 
 BUFFERS = PeerBuffers((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
 
@@ -38,18 +38,21 @@ class Told(SingleRank):
         return x_TN, x_TN
 
 
-class PushingKernels(ReferenceKernels):
+class Pushing:
+    """Kernels whose products have pushed every result, and what they were asked to push."""
+
     def __init__(self) -> None:
         self.pushed: list[tuple[PeerBuffers, Tensor | None]] = []
+        self.kernels = kernels_with(linear_push=self.linear_push)
 
     def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
+        self, linear: Op, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
     ) -> tuple[Tensor, bool]:
         self.pushed.append((buffers, bias_O))
-        return self.linear(x_TN, weight_ON, bias_O), True
+        return linear(buffers, x_TN, weight_ON, bias_O)[0], True
 
 
-def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
+def layer(collectives: Collectives, kernels: Kernels) -> RowParallel:
     made = RowParallel(6, 8, ShardContext(collectives, kernels, torch.float32), bias=True)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
@@ -58,14 +61,14 @@ def layer(collectives: Collectives, kernels: ReferenceKernels) -> RowParallel:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_pushing_product_is_given_places_and_its_all_reduce_is_told(rank: int) -> None:
-    collectives, kernels = Told(rank), PushingKernels()
-    product = layer(collectives, kernels)
+    collectives, pushing = Told(rank), Pushing()
+    product = layer(collectives, pushing.kernels)
     x = torch.randn(3, 3)
     part = product(x)
     assert isinstance(part, PendingAllReduce)
     bias = product.bias if rank == 0 else None
-    assert kernels.pushed == [(BUFFERS, bias)]
-    assert torch.equal(part.part_TN, kernels.linear(x, product.weight, bias))
+    assert pushing.pushed == [(BUFFERS, bias)]
+    assert torch.equal(part.part_TN, pushing.kernels.linear(x, product.weight, bias))
     assert collectives.all_reduces == []
     part.normed(None, torch.ones(8), 1e-6)
     assert collectives.all_reduces == [(part.part_TN, True)]
@@ -73,19 +76,19 @@ def test_a_pushing_product_is_given_places_and_its_all_reduce_is_told(rank: int)
 
 def test_a_kernel_that_cannot_push_leaves_it_to_the_all_reduce() -> None:
     collectives = Told()
-    part = layer(collectives, ReferenceKernels())(torch.randn(3, 3))
+    part = layer(collectives, reference_kernels())(torch.randn(3, 3))
     part.normed(None, torch.ones(8), 1e-6)
     assert [pushed for _, pushed in collectives.all_reduces] == [False]
 
 
 def test_without_places_nothing_is_pushed() -> None:
-    kernels = PushingKernels()
-    part = layer(Told(rows=2), kernels)(torch.randn(3, 3))
+    pushing = Pushing()
+    part = layer(Told(rows=2), pushing.kernels)(torch.randn(3, 3))
     assert isinstance(part, PendingAllReduce)
     assert not part.pushed
-    alone = layer(SingleRank(), kernels)
+    alone = layer(SingleRank(), pushing.kernels)
     assert isinstance(alone(torch.randn(3, 6)), Tensor)
-    assert kernels.pushed == []
+    assert pushing.pushed == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 from parallel.control.interface import SingleRankControl
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.plant import Op
 from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import rig
 
@@ -81,7 +81,7 @@ class PushedSums(LateSums):
     """LateSums whose parts a product puts into other ranks' places first (symmetric_all_reduce.py).
 
     ``exchanges`` of the places is set while such a part waits for its sum, and nothing else may be called then. With
-    kernels that set it (PushingKernels).
+    kernels that set it (``pushed``).
     """
 
     pushed = 0
@@ -111,14 +111,10 @@ class PushedSums(LateSums):
         return super().all_reduce_norm(x_TN, residual_TN, norm_N, eps)
 
 
-class PushingKernels(ExactKernels):
-    """Those whose every product for a sum is pushed."""
-
-    def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        buffers.use_counts.add_(1)
-        return self.linear(x_TN, weight_ON, bias_O), True
+def pushed(linear_push: Op, buffers: PeerBuffers, *given: Any) -> tuple[Tensor, bool]:
+    """For kernels whose every product for a sum is pushed."""
+    buffers.use_counts.add_(1)
+    return linear_push(buffers, *given)[0], True
 
 
 class MetControl(SingleRankControl):

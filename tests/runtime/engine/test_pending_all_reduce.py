@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.plant import kernels_with
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.rig import rig, run
-from tests.runtime.engine.tensor_ranks import LateSums, PushedSums, PushingKernels, tensor_rig
+from tests.runtime.engine.tensor_ranks import LateSums, PushedSums, pushed, tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS, MIXTRAL
 
@@ -38,7 +39,7 @@ def test_nothing_comes_between_a_part_that_was_pushed_and_its_all_reduce(
     requests = mixture(5, count=8)
     with rig(depth=0, shape=shape, **EXACT) as engine:
         alone = outcome(run(engine, requests))
-    pushing: dict[str, Any] = EXACT | {"kernels": PushingKernels()}
+    pushing: dict[str, Any] = EXACT | {"kernels": kernels_with(ExactKernels(), linear_push=pushed)}
     with tensor_rig(2, depth=2, shape=shape, collectives=PushedSums, **pushing) as engine:
         assert outcome(run(engine, requests)) == alone
     assert 0 < PushedSums.pushed < PushedSums.late
