@@ -12,11 +12,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, BenchOptions
-from launch.bench.roofline import Shape, decode_floor
 from launch.bench.serve_options import ServeOptions
 from launch.sweep.point import Point, Setting
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds: a sweep that asks for no estimate starts without
+    from launch.bench.roofline import Shape
 
 MIXED_MEANS = (350, 260)  # tokens of a prompt and of an answer of `bench serve --dataset-name mixed`
 LONG_MEANS = (21_500, 80)
@@ -101,6 +104,8 @@ def _work_seconds(point: Point) -> float | None:
 
 
 def _run_seconds(point: Point, shape: Shape, machine: Machine, batch: int) -> float:
+    from launch.bench.roofline import decode_floor
+
     fixed = point.bench == "latency"
     prompt = _number(point, "input-len", 512 if fixed else 1024)
     answer = _number(point, "output-len", 257 if fixed else 128)
@@ -145,6 +150,8 @@ def _slowest_rate(point: Point) -> float:
 
 
 def _shape(model: Setting | None) -> Shape | None:
+    from launch.bench.roofline import Shape
+
     for folder in (Path(str(model)), SHAPES / str(model)):
         try:
             return Shape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))

@@ -61,6 +61,13 @@ def test_a_wrong_world_is_refused_without_torch() -> None:
     assert "SLURM_STEP_NUM_TASKS is 2, but WORLD_SIZE is 1" in ended.stderr
 
 
+def test_a_sweep_starts_without_torch() -> None:
+    """Its processes are many: two a point under Slurm."""
+    script = "import sys; import launch.sweep.command; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.split() == ["False"], ended.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "kind", "said"),
     [

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 
 def note(journal: str, line: str) -> None:
@@ -20,18 +21,36 @@ def note(journal: str, line: str) -> None:
     os.close(descriptor)
 
 
-def main() -> int:
-    folder, key, batch, journal, seconds = sys.argv[1:]
+def measure(
+    folder: str,
+    key: str,
+    batch: str,
+    journal: str,
+    seconds: str,
+    *,
+    out: TextIO = sys.stdout,
+    errors: TextIO = sys.stderr,
+) -> int:
+    """The exit code."""
     lock = os.open(f"{journal}.{key}", os.O_RDWR | os.O_CREAT)
+    try:
+        return _measure_locked(lock, folder, key, batch, journal, seconds, out, errors)
+    finally:
+        os.close(lock)
+
+
+def _measure_locked(
+    lock: int, folder: str, key: str, batch: str, journal: str, seconds: str, out: TextIO, errors: TextIO
+) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         note(journal, f"double {key}")
     note(journal, f"start {key}")
     time.sleep(float(seconds))
-    print("a line on stdout")
+    print("a line on stdout", file=out)
     if batch == "13":
-        print("lockstride bench: error: thirteen is too many", file=sys.stderr)
+        print("lockstride bench: error: thirteen is too many", file=errors)
         return 2
     if batch == "15":
         time.sleep(60)
@@ -46,4 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(*sys.argv[1:]))

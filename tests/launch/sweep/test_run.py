@@ -275,19 +275,21 @@ def test_two_sweeps_over_one_ledger_share_the_points(tmp_path: Path) -> None:
     assert not any(line.startswith("double") for line in journal_lines(out))
 
 
-# ---- twelve kills; the long form is `make test-kill` ----
+# ---- kills of real processes, at any time; each change: test_kill_at.py; hundreds: `make test-kill` ----
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_kills_at_any_moment_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    tally = kill_sweep.kill_anywhere(tmp_path, kills=8, seed=20261120)
-    assert tally.kills == 8
+def test_a_kill_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    tally = kill_sweep.kill_anywhere(tmp_path, kills=1, seed=20261120, points=4)
+    assert tally.kills == 1
     assert tally.clean, tally
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_kills_of_submissions_and_tasks_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=4, seed=20261121, points=6)
-    assert tally.kills == 4
+def test_a_kill_of_a_submission_or_a_task_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=1, seed=20261121, points=2)
+    assert tally.kills == 1
     assert tally.clean, tally
     assert list(tmp_path.glob("cluster*/slurm-logs/*")), "and not where the test was called"
