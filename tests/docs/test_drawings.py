@@ -27,7 +27,7 @@ def test_the_scheduling_drawings_are_current() -> None:
 def test_the_drawing_of_a_round_is_current() -> None:
     text = draw_speculation.DOCUMENT.read_text()
     assert draw_speculation.redrawn(text) == text, "run: make diagram"
-    assert draw_speculation.redrawn(text.replace("draw --> accept", "draw --> commit")) == text
+    assert draw_speculation.redrawn(text.replace("sample --> accept", "sample --> commit")) == text
 
 
 def test_the_tables_of_recurrent_state_are_current() -> None:

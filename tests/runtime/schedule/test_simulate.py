@@ -59,7 +59,7 @@ def test_windows_give_several_tokens_a_step_and_cost_their_guesses() -> None:
 
 
 def test_windows_beside_chunks_shorten_answers_under_load() -> None:
-    """The load of docs/speculation.md, shorter: the same answers in less time."""
+    """The load of docs/lab/measurements/speculation.md, shorter: the same answers in less time."""
     load = mixed_lengths(60, seed=6)
     times = []
     for percent in (0, 25):

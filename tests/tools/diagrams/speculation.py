@@ -1,4 +1,4 @@
-"""Draws the round of docs/speculation.md from the code that runs it: the calls of a window's step, in their order.
+"""Draws the stages of a verification step in docs/speculation.md from the calls of the code that runs it.
 
     python -m tests.tools.diagrams.speculation           rewrites it (make diagram)
     python -m tests.tools.diagrams.speculation --check   exit code 1 when it is not current
@@ -22,22 +22,22 @@ from tests.tools.diagrams import drawn
 from tests.tools.diagrams.drawn import DOCS
 
 DOCUMENT = DOCS / "speculation.md"
-_PARTS: dict[str, Callable[..., object]] = {  # calls of a round that have stages of their own
+_PARTS: dict[str, Callable[..., object]] = {  # calls that contain stages
     "guesses_for": guesses_for,
     "finish_window": Tail.finish_window,
 }
 STAGES = {  # by the call: the stage, and what it does
-    "propose": ("propose", "W - 1 guesses a row, from what the proposer keeps by slot"),
-    "gather_window": ("gather", "last token and guesses, positions, KV places, by slot"),
-    "forward": ("verify", "the target over all W tokens of every row"),
-    "_draw": ("draw", "the target's own token at every position"),
+    "propose": ("propose", "W - 1 draft tokens per row, from the drafter's state by slot"),
+    "gather_window": ("gather", "last token and draft tokens, positions, KV slots"),
+    "forward": ("verify", "target forward pass over W tokens of every row"),
+    "_draw": ("sample", "the target's token at every position"),
     "commit_window": (
         "accept",
-        "guesses that are what was drawn before them, and one token more; last token, length, end and history by slot; "
-        "the result ring",
+        "draft tokens that equal the samples, and one more token; write token, length, end and history by slot; append "
+        "to the result ring",
     ),
-    "move_path": ("compact", "of a tree: the KV of its accepted path, to where a chain's would be"),
-    "show_window": ("observe", "true hidden states of the tokens kept, to the proposer"),
+    "move_path": ("compact", "draft trees: move the KV of the accepted path to a chain's positions"),
+    "show_window": ("observe", "hidden states of the accepted tokens, to the drafter"),
 }
 
 
@@ -53,25 +53,25 @@ def calls(function: Callable[..., Any]) -> list[str]:
 
 
 def stages() -> list[str]:
-    """Of one round. ValueError where the code has none of the calls that a stage stands for."""
+    """Stages of one verification step, in order. ValueError if the code lacks the call of a stage."""
     names: list[str] = []
     for name in calls(WindowRole.decode):
         names += calls(_PARTS[name]) if name in _PARTS else [name]
     found = [name for name in names if name in STAGES]
     if missing := STAGES.keys() - set(found):
-        raise ValueError(f"no window calls {', '.join(sorted(missing))}")
+        raise ValueError(f"no verification step calls {', '.join(sorted(missing))}")
     return found
 
 
 def diagram() -> str:
-    """The stages of a round as a Mermaid diagram."""
-    lines = ["```mermaid", "flowchart TB", '    slot[("by slot: last token, length, history, the proposer\'s state")]']
+    """The stages as a Mermaid diagram."""
+    lines = ["```mermaid", "flowchart TB", '    slot[("by slot: last token, length, history, drafter state")]']
     before = "slot"
     for name in stages():
         stage, what = STAGES[name]
         lines.append(f'    {before} --> {stage}["{stage}: {what}"]')
         before = stage
-    return "\n".join([*lines, f"    {before} -->|the next round, of any width| slot", "```"])
+    return "\n".join([*lines, f"    {before} -->|next step, of any width| slot", "```"])
 
 
 def redrawn(text: str) -> str:
