@@ -33,7 +33,7 @@ def test_the_drawing_of_a_round_is_current() -> None:
 def test_the_tables_of_recurrent_state_are_current() -> None:
     text = draw_recurrent.PAGE.read_text()
     assert draw_recurrent.redrawn(text) == text, "run: make diagram"
-    assert draw_recurrent.redrawn(text.replace("none: state is read only", "each live row's")) == text
+    assert draw_recurrent.redrawn(text.replace("none: state is only read", "each live row's")) == text
 
 
 def test_the_fields_of_the_configuration_are_current() -> None:

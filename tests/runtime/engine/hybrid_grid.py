@@ -1,7 +1,6 @@
 """The lives of test_hybrid_lifecycle.py: each hybrid family with each proposer, kind of sampling and depth.
 
-Knows: their names, and which of them `make test` runs; tests/tools/diagrams/recurrent.py shows it. Does not know:
-what makes something happen (hybrid_lives.py).
+Knows: their names, and which of them `make test` runs. Does not know: what makes something happen (hybrid_lives.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Draws the tables of docs/recurrent-state.md from the code: banks, who writes them in a step, and tests of lives.
+"""Draws the tables of docs/recurrent-state.md from the code: banks, and what writes them in a step.
 
     python -m tests.tools.diagrams.recurrent           rewrites them (make diagram)
     python -m tests.tools.diagrams.recurrent --check   exit code 1 when they are not current
 
-Knows: which functions say whose state a step's rows continue, what the fields of StateRows mean for that, and where the
-grid of tests is. Does not know: what the text around the tables says.
+Knows: which functions make a step's StateRows, and what the fields of StateRows mean for the banks.
+Does not know: the text around the tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.window import WindowRole
-from tests.runtime.engine import hybrid_grid
 from tests.tools.diagrams import drawn
 from tests.tools.diagrams.drawn import DOCS
 
@@ -60,7 +59,7 @@ class Declared:
 
     @property
     def kept_bytes(self) -> int:
-        """Of a token of a window, between verify and take in."""
+        """Of a draft token, between verification and commit."""
         return self.layers * self.mixer.made_size * self.itemsize
 
 
@@ -79,7 +78,7 @@ def declared() -> Iterator[Declared]:
 
 def bank_table() -> str:
     rows = [
-        "| shape | layers | mixer | banks: a row of a layer | MiB a slot | kept of a token until it is decided |",
+        "| shape | layers | mixer | banks: row of a layer | MiB a slot | per draft token |",
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
     for one in declared():
@@ -93,28 +92,28 @@ def bank_table() -> str:
     return "\n".join(rows)
 
 
-# ---- who writes them ----
+# ---- what writes them ----
 
 COPIES = {  # what Staging.apply calls, in its order
-    "on_forked": ("a fork of a parked session", "before everything else of the step", "its row, from its parent's"),
-    "on_seated": ("a request that is seated", "before the forward pass", "its row, with zeros"),
-    "on_restored": ("a prefix hit", "the same, behind the zeros", "its row, from its snapshot's"),
+    "on_forked": ("fork of a parked session", "first in the step", "its row, from its parent's"),
+    "on_seated": ("admission", "before the forward pass", "its row, with zeros"),
+    "on_restored": ("prefix hit", "the same, after the zeros", "its row, from its snapshot's"),
 }
-BEHIND = {  # what Executor._copy_behind calls
-    "copy_states": ("a forked answer, a snapshot", "behind the step", "its row, from that of the prompt's slot"),
+AFTER = {  # what Executor._copy_behind calls
+    "copy_states": ("forked answer, snapshot", "after the step", "its row, from that of the prompt's slot"),
 }
 PASSES: tuple[tuple[str, Callable[..., Any]], ...] = (  # functions that make a step's StateRows
-    ("one token a row", DecodeRole.decode),
-    ("chunks, with rows of one token beside them", PrefillRole.state_rows),
-    ("windows and trees", WindowRole.decode),
-    ("windows beside chunks, forward pass", MixedWindowRole.state_rows),
-    ("windows beside chunks, tail", MixedWindowRole.finish),
+    ("decode", DecodeRole.decode),
+    ("prefill chunks, with decode rows", PrefillRole.state_rows),
+    ("windows, trees", WindowRole.decode),
+    ("mixed step with windows: forward", MixedWindowRole.state_rows),
+    ("mixed step with windows: tail", MixedWindowRole.finish),
 )
 
 
 def writer_table() -> str:
-    rows = ["| who | where | writes, of each bank |", "| --- | --- | --- |"]
-    for function, meanings in ((Staging.apply, COPIES), (Executor._copy_behind, BEHIND)):
+    rows = ["| step | where | writes, of each bank |", "| --- | --- | --- |"]
+    for function, meanings in ((Staging.apply, COPIES), (Executor._copy_behind, AFTER)):
         called = [name for name, _ in _calls(function) if name in meanings]
         if missing := meanings.keys() - set(called):
             raise ValueError(f"{function.__qualname__} does not call {', '.join(sorted(missing))}")
@@ -148,12 +147,12 @@ def state_rows_of(function: Callable[..., Any]) -> list[frozenset[str]]:
 def writes(made: frozenset[str]) -> str:
     """What the fields of a StateRows say of the banks."""
     if "kept_B" in made:
-        path = ", along the path of a tree" if "path_BW" in made else ""
-        return f"each live row's, with the tokens that are kept{path}"
+        path = ", along a tree's path" if "path_BW" in made else ""
+        return f"each live row's, with the accepted tokens{path}"
     if "writes_B" in made:
-        return "those of rows with chunks, with all new tokens; windows' rows are read only"
+        return "rows with chunks, with all new tokens; windows only read"
     if "undecided" in made:
-        return "none: state is read only"
+        return "none: state is only read"
     return "each live row's, with all new tokens" if "ends_B" in made else "each live row's, with its token"
 
 
@@ -176,48 +175,9 @@ def _is_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is None
 
 
-# ---- which lives are compared ----
-
-FAMILIES = {
-    "qwen3.5": "Qwen3.5 (gated delta nets)",
-    "qwen3-next": "Qwen3-Next (gated delta nets)",
-    "qwen3.5-moe": "Qwen3.5, sparse (gated delta nets)",
-    "nemotron-h": "Nemotron-H (Mamba-2)",
-}
-PROPOSERS = {
-    "ngram": "n-gram",
-    "mtp": "MTP",
-    "dflash": "DFlash",
-    "eagle3": "EAGLE-3",
-    "replay": "replay",
-    "tree": "DFlash, trees",
-}
-
-
-def life_table() -> str:
-    """What `make test` has of the grid."""
-    every = hybrid_grid.lives()
-    cells: dict[tuple[str, str], list[str]] = {}
-    for family, proposer, mode, depth, _ in (one.values for one in every if not one.marks):
-        cells.setdefault((family, proposer), []).append(f"{mode}, D {depth}")
-    families, proposers = ([*dict.fromkeys(one.values[axis] for one in every)] for axis in (0, 1))
-    rows = [
-        f"| in `make test` | {' | '.join(PROPOSERS[name] for name in proposers)} |",
-        f"| --- |{' --- |' * len(proposers)}",
-    ]
-    for family in families:
-        has = [" and ".join(cells.get((family, proposer), ["none"])) for proposer in proposers]
-        rows.append(f"| {FAMILIES[family]} | {' | '.join(has)} |")
-    short, depths = sum(map(len, cells.values())), hybrid_grid.DEPTHS
-    grid = {one.values[:4] for one in every}
-    whole = f"{len(families)} families x {len(proposers)} proposers x {len(hybrid_grid.MODES)} kinds of sampling"
-    whole += f" x D {min(depths)}..{max(depths)}"
-    return "\n".join([*rows, "", f"The whole grid is {whole}: {len(grid)} lives. `make test` has {short} of them."])
-
-
 # ---- the page ----
 
-TABLES = {"banks": bank_table, "writers": writer_table, "lives": life_table}
+TABLES = {"banks": bank_table, "writers": writer_table}
 
 
 def redrawn(text: str) -> str:
