@@ -48,24 +48,24 @@ _MAX_PREFIXES = 4096  # remembered, of some 300 bytes each
 class Kind(IntEnum):
     """What a frame is. L: sent by the leader, F: by a follower. Numbers are on the wire: never renumber them."""
 
-    HELLO = 1  # F: who I am (body Hello)
-    WELCOME = 2  # L: your identity equals mine
+    HELLO = 1  # F: identity of this rank (body Hello)
+    WELCOME = 2  # L: identities match
     PROBE = 3  # F, L: clock question and answer (body Probe)
-    READY = 4  # F: my clock's offset (body Ready)
+    READY = 4  # F: offset of this rank's clock (body Ready)
     START = 5  # L: all ranks are ready (body Start)
     RECORD = 6  # L: step, leader's digest, events that take effect at step + horizon (payload opaque)
-    ACK = 7  # F: I reached this step with this digest
-    RESEND = 8  # F: this record is missing here
+    ACK = 7  # F: this step was reached with this digest
+    RESEND = 8  # F: this record is missing
     KEEPALIVE = 9  # L: idle, but alive
-    EXPLAIN = 10  # L: your digest at this step differs; send your last decisions
-    DECISIONS = 11  # F: my last decisions before this step (body Decisions)
+    EXPLAIN = 10  # L: the digest at this step differs; send the last decisions
+    DECISIONS = 11  # F: the last decisions before this step (body Decisions)
     END = 12  # F: this rank ends, and why. L: the job ends, and why (body Verdict)
     BYE = 13  # F, L: this channel closes as agreed
     HEARTBEAT = 14  # F, L: progress, on the watch channel (body Heartbeat)
-    PROPOSE = 15  # F: my numbers for the maximum of this step (body Numbers)
+    PROPOSE = 15  # F: this rank's numbers for the maximum of this step (body Numbers)
     AGREED = 16  # L: the maximum of all ranks' numbers of this step (body Numbers)
     MESSAGE = 17  # F: a reliable message to the leader's engine; step is its number (payload opaque)
-    MESSAGE_ACK = 18  # L: my engine took all your messages below number step
+    MESSAGE_ACK = 18  # L: the engine took all of this rank's messages below number step
     HORIZON = 19  # L: before the first turn: the horizon of all records, in the header's field
 
 

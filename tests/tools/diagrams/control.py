@@ -1,5 +1,5 @@
 """Draws the control plane's tables into docs/control-plane.md: ``python -m tests.tools.diagrams.control``
-(``--check`` looks).
+(``--check``: exit code 1 if they are stale).
 
 Knows: the transition tables, the header's layout and the kinds of frames, as the code has them.
 Does not know: what they mean; the prose around the drawings is written by hand.
@@ -29,12 +29,12 @@ _FIELDS = (
     ("version", "of kinds and bodies; this layout is the same in all versions"),
     ("kind", "see below"),
     ("flags", "RECORD: 1 = STOP. PROBE: 1 = the leader's answer"),
-    ("job", "the job's 64-bit id, drawn at the start"),
+    ("job", "the job's random 64-bit id"),
     ("epoch", "restarts of the job so far"),
-    ("rank", "who sends (a follower), or for whom it is (the leader); 65535 = all followers"),
+    ("rank", "sender (follower) or receiver (leader); 65535: all followers"),
     ("horizon", "RECORD: L"),
-    ("step", "the turn it is about"),
-    ("digest", "the sender's rolling digest when it began that turn"),
+    ("step", "turn"),
+    ("digest", "the sender's rolling digest at the beginning of that turn"),
     ("payload length", "bytes after the header, at most 32 MiB"),
     ("CRC-32", "of everything before it and of the payload"),
 )
