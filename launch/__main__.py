@@ -64,20 +64,15 @@ def _main(command: AnyCommand) -> int:
 
 
 def run_sweep(command: SweepCommand, environ: Mapping[str, str]) -> int:
-    """It is no rank, but starts those of its points. Planning a world and reporting are built upon it, not into it."""
+    """It is no rank, but starts those of its points. Reporting is built upon it, not into it."""
     from launch.sweep import command as sweep
-
-    def dry_run(models: Sequence[str], options: SweepOptions) -> int:
-        from launch.scale.command import dry_run  # needs torch, for parameters without memory
-
-        return dry_run(models, options)
 
     def report(ledger: Path, options: SweepOptions) -> int:
         from launch.report.command import write_report  # its parts know matplotlib
 
         return write_report(ledger, against=options.against, target=options.html)
 
-    return sweep.run(command, environ, dry_run, report)
+    return sweep.run(command, environ, report)
 
 
 def run_chat(command: ChatCommand) -> int:

@@ -49,13 +49,8 @@ class Topology:
         return self.rank == 0
 
     @property
-    def is_node_leader(self) -> bool:
-        """The first rank of a node relays control records to the other ranks of its node."""
-        return self.local_rank == 0
-
-    @property
     def node_leader(self) -> int:
-        """The first rank of this rank's node."""
+        """The first rank of this rank's node. It relays control records to the others."""
         return self.node_rank * self.local_world
 
     @property

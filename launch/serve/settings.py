@@ -35,7 +35,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     max_body_bytes: int = MAX_BODY_BYTES
-    max_choices: int = 128
     max_queued: int = 2**31  # answers that may wait at once
     keep_alive: int = 120
     header_seconds: float = 30.0

@@ -1,14 +1,14 @@
 """`sweep`: which subcommand is which function, and where its ledger is.
 
-Knows: the list. Does not know: how anything of it is done. Needs no torch: it starts the processes that do. Planning a
-world and writing a report are handed in: they are built upon a sweep.
+Knows: the list. Does not know: how anything of it is done. Needs no torch, but for planning a world: it starts the
+processes that do. Writing a report is handed in: it is built upon a sweep.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from launch.sweep.grid import Grid, read_grid
@@ -26,15 +26,14 @@ from launch.sweep.task import task
 USAGE = 2
 
 
-DryRun = Callable[[Sequence[str], SweepOptions], int]
 WriteReport = Callable[[Path, SweepOptions], int]
 
 
-def run(command: SweepCommand, environ: Mapping[str, str], dry_run: DryRun, write_report: WriteReport) -> int:
-    """The whole command; returns its exit code. ``dry_run``: plans worlds for models. ``write_report``: of a ledger."""
+def run(command: SweepCommand, environ: Mapping[str, str], write_report: WriteReport) -> int:
+    """The whole command; returns its exit code. ``write_report``: of a ledger."""
     try:
         if command.subcommand == "plan":
-            return _plan(command.options, dry_run)
+            return _plan(command.options)
         if command.subcommand == "report":
             return write_report(_out(command.options), command.options)
         return _SUBCOMMANDS[command.subcommand](command.options, environ)
@@ -78,7 +77,7 @@ def _out(options: SweepOptions) -> Path:
     return options.out
 
 
-def _plan(options: SweepOptions, dry_run: DryRun) -> int:
+def _plan(options: SweepOptions) -> int:
     models = [options.model] if options.model else []
     if options.grid is not None:
         grid, ledger = _grid_and_ledger(options)
@@ -87,7 +86,11 @@ def _plan(options: SweepOptions, dry_run: DryRun) -> int:
         models = models or list(dict.fromkeys(named))
     elif options.dry_run_world is None:
         raise SweepError("name a grid, or a world: sweep plan GRID, or sweep plan --dry-run-world N --model M")
-    return 0 if options.dry_run_world is None else dry_run(models, options)
+    if options.dry_run_world is None:
+        return 0
+    from launch.sweep.world import plan_world  # needs torch, for parameters without memory
+
+    return plan_world(models, options.dry_run_world, options)
 
 
 def _render(options: SweepOptions, environ: Mapping[str, str]) -> int:

@@ -56,7 +56,6 @@ class SweepOptions:
     memory_gib: float = H200_GIB
     memory_fraction: float = 0.9
     max_num_seqs: int = DEVICE_DEFAULTS["max_num_seqs"]["cuda"]
-    steps: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,6 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     option("--memory-gib", "memory of a device", "GiB", above_zero)
     option("--memory-fraction", "share of it that the engine may use", "fraction", above_zero)
     option("--max-num-seqs", "requests that run at once, each with a slot's state", "requests", at_least_one)
-    option("--steps", "steps that every rank's scheduler plans", "steps", at_least_one)
 
 
 def _render_options(parser: argparse.ArgumentParser) -> None:

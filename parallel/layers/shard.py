@@ -210,10 +210,6 @@ class VocabShard:
         return -(-self.vocab_size // self.size)
 
     @property
-    def padded_size(self) -> int:
-        return self.width * self.size
-
-    @property
     def start(self) -> int:
         return min(self.rank * self.width, self.vocab_size)
 

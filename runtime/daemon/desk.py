@@ -35,7 +35,6 @@ from runtime.schedule.plan import Evicted, Finished, Parked, Refused, StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_FOLLOWED_BY_TOKENS = ("START", "CONTINUE", "EXTEND", "SCHED_STEP", "SCHED_BATCH_STEP")
 _MOST_SAID = 4096  # characters of why a line is not carried out
 _NOT_SAMPLING = ("keep", "text", "priority", "stop_ids")
 

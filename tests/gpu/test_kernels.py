@@ -24,7 +24,7 @@ if torch.cuda.is_available():
     from models.kernels.attention.decode_tma import attend_many
     from models.kernels.interface import Rotation
     from models.kernels.matmul import candidates as product_candidates
-    from models.kernels.matmul import choice_table, gemv, skinny
+    from models.kernels.matmul import choice_table, skinny
     from models.kernels.nvidia import NvidiaKernels
 
 DEVICE = "cuda"
@@ -541,4 +541,3 @@ def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: NvidiaKer
 def test_workspace_arithmetic() -> None:
     assert skinny.workspace_floats(8, 4096, 8, 64, split=4) == 4 * (4096 + 64) * 8
     assert skinny.workspace_floats(8, 4096, 8, 64, split=1) == 0
-    assert gemv.chunk_width(12288, 8192) == 4096

@@ -9,13 +9,13 @@ from parallel.topology import ParallelDegrees, Topology
 
 def test_one_process_alone_leads_everything() -> None:
     alone = Topology()
-    assert (alone.is_leader, alone.is_node_leader, alone.node_leaders, alone.node_ranks) == (True, True, (0,), (0,))
+    assert (alone.is_leader, alone.node_leader, alone.node_leaders, alone.node_ranks) == (True, 0, (0,), (0,))
 
 
 def test_leaders_and_their_ranks_partition_the_world() -> None:
     nodes, local = 3, 4
     every = [Topology(n * local + r, nodes * local, r, local, n, nodes) for n in range(nodes) for r in range(local)]
-    assert [t.rank for t in every if t.is_node_leader] == [0, 4, 8] == list(every[5].node_leaders)
+    assert [t.rank for t in every if t.rank == t.node_leader] == [0, 4, 8] == list(every[5].node_leaders)
     assert [t.rank for t in every if t.is_leader] == [0]
     assert [r for leader in every[0].node_leaders for r in every[0].ranks_led_by(leader)] == list(range(12))
     assert all(t.rank in t.node_ranks and t.node_ranks[0] == t.node_leader for t in every)

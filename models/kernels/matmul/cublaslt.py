@@ -17,10 +17,7 @@ _COMPUTE_32F = 68
 _REAL_32F = 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _DESC_TRANSA = 3
-_DESC_EPILOGUE = 7
-_DESC_BIAS_POINTER = 8
 _OP_T = 1
-_EPILOGUE_BIAS = 4
 _PREFERENCE_MAX_WORKSPACE = 1
 _SONAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 

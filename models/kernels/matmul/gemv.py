@@ -113,11 +113,6 @@ def _gemv_kernel(
     )  # fmt: skip
 
 
-def chunk_width(inner: int, widest: int) -> int:
-    """The widest power of two that divides ``inner`` and is at most ``widest``."""
-    return min(inner & -inner, widest)
-
-
 def gemv(
     x_MK: Tensor,
     weight_OK: Tensor,
