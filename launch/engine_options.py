@@ -66,85 +66,81 @@ _ENGINE: dict[str, _Option] = {
     ),
     "max_prefill_tokens": _Option("token budget of one prefill step", "tokens"),
     "mixed_steps": _Option(
-        "prefill prompts in the steps of the requests that decode; off: in steps of their own, for which those wait",
+        "prefill chunks share steps with decode requests; off: prefill has separate steps, for which these wait",
         "switch",
     ),
     "itl_target_ms": _Option(
-        "longest step that prefills prompts while requests decode, so the inter-token latency to keep to; shorter "
-        "steps delay first tokens",
+        "longest step that prefills while requests decode, so the inter-token latency; less delays first tokens",
         "ms",
         number,
     ),
     "prefill_burst": _Option(
-        "consecutive prefill steps at most, while other requests decode; without mixed steps only", "steps"
+        "most consecutive prefill steps while other requests decode; without mixed steps only", "steps"
     ),
     "chain_depth": _Option(
-        "steps in flight besides the one whose results are read next; each is one that a new request waits for, and "
-        "one more that hides the host's pauses; 0 is the serial engine",
+        "steps in flight besides the one whose results are read next: more hide pauses of the host, but a new request "
+        "waits for them; 0: the serial engine",
         "steps",
     ),
     "speculative_config": _Option(
-        "speculative decoding as a JSON object with vLLM's keys, such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}; the tokens are those without it, '
-        "with drawn guesses their distribution",
+        "speculative decoding, a JSON object with vLLM's keys, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}; draft tokens change no output, '
+        "probabilistic ones keep its distribution",
         "json",
         str,
     ),
     "speculative_method": _Option(f"its key method: {', '.join(METHODS)}", "word", str, alias="--spec-method"),
     "speculative_model": _Option(
-        "its key model: folder of a drafter's weights; without it mtp is the model's own layer",
+        "its key model: folder of the draft model; mtp without it: the MTP layer of the checkpoint",
         "folder",
         str,
         alias="--spec-model",
     ),
     "num_speculative_tokens": _Option(
-        "its key num_speculative_tokens: proposals checked in one step", "tokens", alias="--spec-tokens"
+        "its key num_speculative_tokens: draft tokens a step", "tokens", alias="--spec-tokens"
     ),
     "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
     "prefill_graphs": _Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
     ),
     "prefill_attention": _Option(
-        "kernel of prefill attention on GPUs; flashinfer is faster, but the first start on a machine waits more than "
-        "a minute for its build; triton needs no build; auto takes flashinfer where it is built, else triton, and "
-        "builds flashinfer in the background for the next start",
+        "prefill attention on GPUs; flashinfer is faster, but its first build takes more than a minute; triton needs "
+        "none; auto: flashinfer if built, else triton, while flashinfer is built in the background for the next start",
         "word",
         str,
         get_args(PrefillWanted),
     ),
     "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
     "num_snapshots": _Option(
-        "snapshots of recurrent state that prefixes are continued from, for models that keep such state; omit to take "
-        "a share of the memory; 0: no prefix caching for them",
+        "snapshots of recurrent state, for prefix caching of hybrid models; 0: no prefix caching for them",
         "snapshots",
     ),
     "snapshot_interval": _Option(
-        "KV blocks after which a prompt leaves a snapshot, beside the one at its last full block; each may cost it a "
-        "step; 0: nowhere else",
+        "KV blocks between a prompt's snapshots, besides that at its last full block; each may cost a step; 0: none",
         "blocks",
     ),
     "deterministic": _Option(
-        "the same tokens and log-probabilities for a request, bit for bit, whatever else runs: batch, order, chunks, "
-        "prefix hits, evictions, chain depth; slower",
+        "a request's tokens and log-probabilities are the same, bit for bit, for any batch, order, chunks, prefix "
+        "hits, evictions and chain depth; slower",
         "switch",
     ),
     "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
-    "max_sessions": _Option("sessions of `daemon` that may be open at once, each with a slot of its own", "sessions"),
+    "max_sessions": _Option("maximum number of open sessions of `daemon`, each with its own slot", "sessions"),
     "session_policy": _Option(
-        "what parked sessions do when memory is short: evict computes them again later, close ends the one that waits "
-        "for longest, refuse begins nothing new that could make it so",
+        "parked sessions when memory is short: evict recomputes them later, close ends the one idle for longest, "
+        "refuse rejects new work that would need it",
         "word",
         str,
         get_args(SessionPolicy),
     ),
     "horizon": _Option(
-        "steps between rank 0's announcement of an event and its effect: so many later a new request runs, and so "
-        "many steps may a record travel without a rank that waits; a single rank needs none",
+        "steps between rank 0's announcement of an event and its effect, in which records reach all ranks without a "
+        "wait; it delays new requests; a single rank needs none",
         "steps",
     ),
     "plan_late": _Option(
-        "serving: plan the next step shortly before the one in flight ends, so that requests that arrive meanwhile are "
-        "in it; off: as soon as the one before that has ended",
+        "serving: plan the next step shortly before the one in flight ends, so that new requests can join it; off: at "
+        "once",
         "switch",
     ),
     "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
@@ -172,11 +168,11 @@ _DERIVED_DEFAULTS = {
     "max_model_len": "the model's own limit",
     "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
     "plan_late": "on with cuda, off on cpu",
-    "horizon": "the least that hides a record's way to the slowest rank, measured at start-up",
+    "horizon": "the least at which no rank waits for records, measured at start-up",
     "num_blocks": "sized from --memory-fraction of the memory",
-    "num_snapshots": "a quarter of what slots leave for caches, at most 4 a row",
+    "num_snapshots": "a quarter of the cache memory, at most 4 a row",
     "snapshot_interval": "as many as --max-num-batched-tokens holds",
-    "itl_target_ms": "7 times what every step costs whatever it holds, or twice the decode step",
+    "itl_target_ms": "7 times a step's fixed cost, or twice the decode step",
     "timeline": "not written",
     "speculative_config": "off",
     "speculative_method": "off",

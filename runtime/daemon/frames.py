@@ -61,21 +61,21 @@ class Kind(IntEnum):
 
 # What each kind's payload is, and when it comes; docs/daemon.md shows this table.
 PAYLOADS: Final[dict[Kind, tuple[str, str]]] = {
-    Kind.TOKEN: ("i32 a token", "tokens that the session gained in one step"),
-    Kind.TEXT: ("UTF-8", "text that may be shown now, with `text=1`; a character may need several tokens"),
+    Kind.TOKEN: ("i32 a token", "tokens of one step"),
+    Kind.TEXT: ("UTF-8", "with `text=1`: text that is complete; a character may need several tokens"),
     Kind.LOGPROBS: (
         "a token: i32 id, f32 log-probability, u32 rank, u16 n, n times (i32 id, f32 log-probability)",
         "before the TOKEN frame with the same tokens, with `logprobs=N`",
     ),
-    Kind.ACK: ("UTF-8 JSON", "one for each line that was understood; its answer, or an empty object"),
-    Kind.ERROR: ("UTF-8", "a line that was refused, or a session's verb that came too late"),
-    Kind.QUANTUM_DONE: ("i32 tokens", "the quantum is over; so many tokens of this turn so far. CONTINUE goes on"),
+    Kind.ACK: ("UTF-8 JSON", "one for each accepted line; its answer, or an empty object"),
+    Kind.ERROR: ("UTF-8", "a refused line, or a session's verb that came too late"),
+    Kind.QUANTUM_DONE: ("i32 tokens", "the quantum is over; tokens of this turn so far"),
     Kind.DONE: (
         "i32 finish reason, i32 tokens",
-        "the turn's answer is complete: 1 by a stop id or a stop string, 2 by its budget",
+        "the turn's answer is complete: 1 by a stop id or stop string, 2 by its budget",
     ),
-    Kind.EVICTED: ("i32 tokens", "memory was short: the next quantum computes so many tokens again first"),
-    Kind.CLOSED: ("UTF-8", "the session is no more, and why"),
+    Kind.EVICTED: ("i32 tokens", "memory was short: tokens that the next quantum recomputes first"),
+    Kind.CLOSED: ("UTF-8", "the session ended, and why"),
     Kind.STATS: ("UTF-8 JSON", "the answer to STATS"),
 }
 

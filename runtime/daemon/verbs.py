@@ -48,8 +48,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``arguments`` as they are written; what it does; what is answered behind the ACK; the verb of the daemons that
-    this protocol comes from."""
+    """``arguments`` as they are written; what it does; what follows the ACK; the verb of the daemons that this protocol
+    comes from."""
 
     arguments: str
     effect: str
@@ -154,9 +154,9 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
-    "keep": (_flag, "1: the session is parked, not closed, when its answer is complete, so that EXTEND can follow"),
-    "text": (_flag, "1: TEXT frames, too"),
-    "seed": (integer_from, "of its draws; without one the daemon draws one"),
+    "keep": (_flag, "1: park the session when its answer is complete, for EXTEND; else it closes"),
+    "text": (_flag, "1: TEXT frames as well"),
+    "seed": (integer_from, "default: chosen by the daemon"),
     "temperature": (number_from, "0 is greedy"),
     "top_k": (integer_from, "0 is all tokens"),
     "top_p": (number_from, ""),
@@ -165,11 +165,11 @@ OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "presence_penalty": (number_from, ""),
     "frequency_penalty": (number_from, ""),
     "min_tokens": (integer_from, "of each turn"),
-    "ignore_eos": (_flag, "1: the model's own end ids do not stop it"),
-    "stop": (_texts, 'JSON, "text" or ["text", ...]: the token that completes one of them is the last of the answer'),
-    "stop_ids": (_ids, "JSON, [token, ...]: as the model's own end ids, and with them"),
-    "logprobs": (integer_from, "LOGPROBS frames, with so many likely tokens beside each"),
-    "priority": (integer_from, "smaller ones run earlier"),
+    "ignore_eos": (_flag, "1: ignore the model's own end ids"),
+    "stop": (_texts, 'JSON, "text" or ["text", ...]: the token that completes one is the last of the answer'),
+    "stop_ids": (_ids, "JSON, [token, ...]: in addition to the model's own end ids"),
+    "logprobs": (integer_from, "LOGPROBS frames with the top N alternatives of each token"),
+    "priority": (integer_from, "lower runs earlier"),
 }
 
 
@@ -253,69 +253,66 @@ VERBS: Final[dict[str, Verb]] = {
     ),
     "START": Verb(
         "prompt total quantum [option=value ...]",
-        "a session with a budget of `total` tokens: prefill, and one quantum. Without SLOT the first free place; a "
-        "place that is taken is refused",
+        "a session with a budget of `total` tokens: prefill and one quantum. Without SLOT: the first free place; a "
+        "place in use is refused",
         "TOKEN..., then QUANTUM_DONE or DONE",
         "`START path total quantum`",
         _start,
     ),
     "CONTINUE": Verb(
         "n [epoch]",
-        "one more quantum, of n tokens; nothing is computed again. Also while the last one runs. A stale epoch is "
-        "refused",
+        "another quantum, of n tokens, without recomputation; also while the last one runs. A stale epoch is refused",
         "TOKEN..., then QUANTUM_DONE or DONE",
         "`CONTINUE n`, `CONT n`, `CONTINUE=n`",
         _continue,
     ),
     "EXTEND": Verb(
         "prompt total quantum",
-        "the next turn of a parked session: computes these tokens and the newest one before them. The epoch moves on",
+        "the next turn of a parked session: computes these tokens and the last one before them. New epoch",
         "TOKEN..., then QUANTUM_DONE or DONE",
         "none",
         _turn,
     ),
     "FORK": Verb(
         "parent",
-        "a new session, REQ, that knows what the parked session `parent` knows, and goes on by itself",
+        "a new session, REQ, with the context of the parked session `parent`",
         "",
         "`SNAPSHOT slot`",
         _other("the parent"),
     ),
     "RESTORE": Verb(
         "parent",
-        "the same, where REQ may be there already: it is closed first",
+        "the same; if REQ exists, it is closed first",
         "",
         "`RESTORE slot`",
         _other("the parent"),
     ),
-    "CANCEL": Verb(
-        "[id]", "end a session, whatever it does; its epoch moves on", "CLOSED", "`CANCEL [id]`", _maybe_other
-    ),
+    "CANCEL": Verb("[id]", "end a session in any state; new epoch", "CLOSED", "`CANCEL [id]`", _maybe_other),
     "SCHED_STEP": Verb(
-        "", "one quantum of the next session from the cursor that has budget", "as CONTINUE", "`SCHED_STEP`", _nothing
+        "", "one quantum of the next session, from the cursor, that has budget", "as CONTINUE", "`SCHED_STEP`", _nothing
     ),
     "SCHED_BATCH_STEP": Verb(
         "[max]",
-        "one token for every parked session that has budget, from the cursor, all in one batch",
+        "one token for every parked session with budget, from the cursor, in one batch",
         "as CONTINUE",
         "`SCHED_BATCH_TARGET_STEP [max]`",
         _maybe_other,
     ),
     "SCHED_DRAIN": Verb(
         "",
-        "quantum after quantum, in turn, until every budget is spent; lines are read meanwhile. ACK comes at the end",
+        "quanta in round-robin until every budget is spent; lines are read meanwhile. ACK comes at the end",
         "as CONTINUE, with QUANTUM_DONE at each boundary",
         "`SCHED_DRAIN`, `SCHED_BATCH_DRAIN`",
         _nothing,
     ),
     "SCHED_PEEK": Verb(
-        "[max]", "what SCHED_BATCH_STEP would take; does nothing", "", "`SCHED_BATCH_PEEK [max]`", _maybe_other
+        "[max]", "the sessions that SCHED_BATCH_STEP would take", "", "`SCHED_BATCH_PEEK [max]`", _maybe_other
     ),
     "SCHED_PROBE": Verb(
         "[max]",
-        "two tokens of each such session in one batch and alone, on forks of it, compared: tokens that differ, and "
-        "the largest difference of log-probabilities before them; commits nothing; START, FORK and RESTORE that would "
-        "want its places are refused meanwhile. ACK comes at the end",
+        "two tokens of each such session, in one batch and alone, on forks: tokens that differ and the largest "
+        "difference of log-probabilities before them. Commits nothing; START, FORK and RESTORE that need its places "
+        "are refused meanwhile. ACK comes at the end",
         "",
         "`SCHED_BATCH_PROBE [max]`",
         _maybe_other,

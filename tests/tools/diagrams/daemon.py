@@ -36,8 +36,9 @@ def option_table() -> str:
 
 
 def seed_table() -> str:
+    """Verbs that have another form in the daemons that the protocol comes from."""
     rows = ["| here | there |", "| --- | --- |"]
-    rows += [f"| `{name}` | {verb.seed} |" for name, verb in VERBS.items() if verb.seed]
+    rows += [f"| `{name}` | {verb.seed} |" for name, verb in VERBS.items() if verb.seed not in ("none", f"`{name}`")]
     return "\n".join(rows)
 
 

@@ -19,15 +19,18 @@ _HELP = re.compile(r"(?P<what>.*) \((?:default: )?(?P<default>.*?)\) \[(?P<unit>
 
 
 def field_table() -> str:
+    """A flag is shown where it is not the field's name with dashes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_engine_options(parser.add_argument_group())
-    rows = ["| field | flag | what it is | unit | default |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| field, other flags | what it is | unit | default |", "| --- | --- | --- | --- |"]
     for action in parser._actions:
-        flags = ", ".join(f"`{flag}`" for flag in action.option_strings if not flag.startswith("--no-"))
-        told = _HELP.fullmatch(action.help or "")
-        if told is None:
+        flags = [flag for flag in action.option_strings if not flag.startswith("--no-")]
+        others = [flag for flag in flags if flag != f"--{action.dest.replace('_', '-')}"]
+        read = _HELP.fullmatch(action.help or "")
+        if read is None:
             raise ValueError(f"the help of {flags} has another form: {action.help}")
-        cells = f"`{action.dest}`", flags, told["what"], told["unit"], told["default"]
+        names = ", ".join(f"`{name}`" for name in (action.dest, *others))
+        cells = names, read["what"], read["unit"], read["default"]
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows)
 
