@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any
 
 import torch
@@ -86,8 +86,7 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, degrees: ParallelDegrees,
     """The part of the rank at ``place`` (see coordinates). Raises ValueError where the model cannot be split so."""
     rank, group = place
     groups = max(1, degrees.expert // degrees.tensor)
-    exchange = _PlannedExchange(group, groups) if groups > 1 else None
-    split = ExpertSplit(whole=degrees.expert > 1, exchange=exchange)
+    split = ExpertSplit(degrees.expert > 1, exchange=_PlannedExchange(group, groups) if groups > 1 else None)
     context = ModelContext(_PlannedCollectives(rank, degrees.tensor), ReferenceKernels(), dtype, split)
     with torch.device("meta"):
         model = model_class(config.architecture)(config, context)
@@ -161,7 +160,10 @@ def _unfilled(model: Decoder, pieces: Sequence[Shard]) -> Iterator[str]:
 
 
 def _copies(shape: tuple[int, ...], held: Sequence[tuple[Ranges, ...]]) -> int | str:
-    """The number of ranks that hold each element of a checkpoint tensor, or an error. ``held``: pieces by rank."""
+    """The largest number of ranks that hold an element of a checkpoint tensor, or an error. ``held``: pieces by rank.
+
+    The n-th pieces of all ranks lie on equally many ranks. Other pieces may differ: the key heads of a fused tensor are
+    copied where its value heads are split."""
     count = Counter(ranges for rank in held for ranges in rank if _volume(ranges))
     if not count:
         return "no rank has any of it"
@@ -170,9 +172,11 @@ def _copies(shape: tuple[int, ...], held: Sequence[tuple[Ranges, ...]]) -> int |
         return f"{outside[0]} lies outside of it"
     if sum(map(_volume, count)) != math.prod(shape) or _overlap(count):
         return f"its pieces have {sum(map(_volume, count))} elements, overlaps {_overlap(count)}"
-    if len(set(count.values())) > 1:
-        return f"some of it is held by {min(count.values())} ranks, some by {max(count.values())}"
-    return next(iter(count.values()))
+    for pieces in zip_longest(*held, fillvalue=()):
+        copies = {count[ranges] for ranges in pieces if ranges in count}
+        if len(copies) > 1:
+            return f"some of it is held by {min(copies)} ranks, some by {max(copies)}"
+    return max(count.values())
 
 
 def _overlap(pieces: Iterable[Ranges]) -> bool:

@@ -55,7 +55,8 @@ def _plan_model(model: str, world: int, local: int, options: SweepOptions) -> tu
         raise SweepError(f"--ep {options.ep}: {folder.name} has no experts")
     began = time.perf_counter()
     try:
-        degrees = ParallelDegrees(world, options.tp or _largest_tp(config, world, local, options.ep > 1), options.ep)
+        legal = [size for size in legal_sizes(config, options.ep > 1) if size <= local and world % size == 0]
+        degrees = ParallelDegrees(world, options.tp or max(legal), options.ep)
         if 1 < degrees.expert < degrees.tensor:
             raise ValueError(f"--ep {degrees.expert} is less than --tp {degrees.tensor}: write 1, or a multiple of it")
         parts = {place: plan_part(config, dtype, degrees, place) for place in sorted(set(coordinates(degrees)))}
@@ -75,11 +76,6 @@ def _plan_model(model: str, world: int, local: int, options: SweepOptions) -> tu
         f"memory       weights {span} a rank; {room_text(list(parts.values()), options)}"
     )
     return coverage.errors
-
-
-def _largest_tp(config: ModelConfig, world: int, local: int, whole_experts: bool) -> int:
-    """The most ranks of a node that can split a layer."""
-    return max(size for size in legal_sizes(config, whole_experts) if size <= local and world % size == 0)
 
 
 def room_text(parts: Sequence[Part], options: SweepOptions) -> str:

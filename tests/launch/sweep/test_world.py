@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def config_of(shape: str, layers: int = 2) -> ModelConfig:
-    """A shape that comes with Lockstride, with fewer of its layers, which are alike."""
-    config = ModelConfig.from_folder(ROOT / "models" / "shapes" / shape)
+    """A model that comes with Lockstride, with fewer of its layers."""
+    folder = ROOT / "models" / shape
+    config = ModelConfig.from_folder(folder if folder.is_dir() else ROOT / "models" / "shapes" / shape)
     experts = config.experts
-    fewer = None if experts is None else replace(experts, layers=tuple(range(layers)))
-    return replace(config, layers=layers, experts=fewer)
+    fewer = None if experts is None else replace(experts, layers=tuple(n for n in experts.layers if n < layers))
+    return replace(config, layers=layers, experts=fewer, blocks=config.blocks[:layers])
 
 
 def parts_of(config: ModelConfig, sharing: ParallelDegrees) -> dict[tuple[int, int], Part]:
@@ -54,6 +55,8 @@ def errors_of(config: ModelConfig, sharing: ParallelDegrees) -> tuple[str, ...]:
         ("qwen3-30b-a3b", 64, 8, 8),
         ("qwen3-30b-a3b", 64, 2, 16),  # groups that share experts
         ("qwen3-8b", 1, 1, 1),
+        ("demo/hybrid", 4, 4, 1),  # of one checkpoint tensor, value heads are split and key heads are copied
+        ("nemotron-3-nano-30b-a3b", 16, 16, 1),  # as groups of Mamba-2 are
     ],
 )
 def test_every_element_is_where_it_belongs(shape: str, world: int, tensor: int, expert: int) -> None:
@@ -124,6 +127,12 @@ def test_a_key_value_head_that_is_copied_unevenly_is_found(monkeypatch: pytest.M
     monkeypatch.setattr(HeadShard, "first_kv_head", property(lambda self: max(0, self.rank - 1) * 8 // self.size))
     errors = errors_of(config_of("qwen3-8b"), ParallelDegrees(16, 16))
     assert any("k_proj" in error and "held by 1 ranks, some by 3" in error for error in errors), errors
+
+
+def test_a_part_of_a_fused_tensor_that_is_copied_unevenly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadShard, "first_kv_head", property(lambda self: int(self.rank > 0)))
+    errors = errors_of(config_of("demo/hybrid"), ParallelDegrees(4, 4))
+    assert any("in_proj_qkv" in error and "held by 1 ranks, some by 3" in error for error in errors), errors
 
 
 def test_a_vocabulary_that_overlaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
