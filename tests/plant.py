@@ -31,7 +31,7 @@ A mutant with state is an object whose methods are planted: ``kernels_with(gated
 not callable takes the place of a fact: ``kernels_with(slower="Triton is not installed")``,
 ``plant(monkeypatch, 0, part="prefill.large_step")``. ``monkeypatch.context()`` ends a plant earlier.
 
-Steps for unit tests are made by ``decode_step`` and those next to it, kernels by ``reference_kernels`` and those.
+Steps for unit tests are made by ``make_decode_step`` and those next to it, kernels by ``reference_kernels`` and those.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from models.kernels.interface import Kernels as Kernels
 from models.kernels.reference import ReferenceKernels
 from runtime.execute.proposer import Proposer
 from runtime.execute.role import RoleParts
-from runtime.execute.step import mixed_window, prefill, window, window_io
+from runtime.execute.sampling import prompt_logprobs
+from runtime.execute.step import decode, mixed_window, prefill, step_io, tail, window, window_io
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import PrefillGraphs
+from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.tail import Tail
 from runtime.execute.step.window import WindowRole
@@ -86,6 +88,8 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "mixed.mover": (mixed_window, "EntryMover.of_paged"),
     # make_memory(): what steps of all widths share
     "mixed.make_memory": (MixedWindowRole, "_make_memory"),
+    # gather_decode(tables, rows_B, block_size) -> Gathered
+    "decode.gather": (decode, "gather_decode"),
     # StateRows(slots_B, undecided=, tree=) of a verification step without chunks
     "window.state_rows": (window, "StateRows"),
     # lay_out(parents_BQ, depth) -> DraftTree; shown(...) -> Shown, what the proposer is shown of a window
@@ -107,6 +111,12 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "mixed.rehearse": (MixedWindowRole, "rehearse"),
     # draw(local_BV, sampling, variant, seen, edits) -> (Draw, Verdict, log-probabilities)
     "tail.draw": (Tail, "_draw"),
+    # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
+    "tail.logprobs": (tail, "token_logprobs"),
+    "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
+    # kernels_for(tensor) -> StepKernels of what a decode step gathers and commits; of a window WindowKernels; None
+    "decode.kernels": (step_io, "kernels_for"),
+    "window.kernels": (window_io, "window_kernels_for"),
 }
 
 
@@ -139,6 +149,11 @@ def width_of(usual: Op) -> int:
     """W of the step that a planted part belongs to: the most tokens that a row of it gains."""
     width: int = usual.__self__.width  # type: ignore[attr-defined]  # a bound method
     return width
+
+
+def name_of(usual: Op) -> str:
+    """The name of that step, as in launch specs and errors."""
+    return str(usual.__self__.name)  # type: ignore[attr-defined]  # a bound method
 
 
 class Noting:
@@ -188,23 +203,33 @@ def _inherited(kind: type, name: str, one: object) -> Op:
 # ---- steps ----
 
 
-def decode_step(parts: RoleParts, name: str = "decode") -> DecodeRole:
+def make_decode_step(parts: RoleParts, name: str = "decode") -> DecodeRole:
     """One token for every decode request."""
     return DecodeRole(parts, name)
 
 
-def window_step(parts: RoleParts, width: int | None = None, proposer: Proposer | None = None) -> WindowRole:
+def make_window_step(parts: RoleParts, width: int | None = None, proposer: Proposer | None = None) -> WindowRole:
     """A verification step; of the limits' width and the parts' proposer where others are not given."""
     if proposer is None:
         return WindowRole.of_proposer(parts, width)
     return WindowRole(parts, width or parts.limits.width, proposer)
 
 
-def prefill_step(parts: RoleParts) -> PrefillRole:
+def make_prefill_step(parts: RoleParts) -> PrefillRole:
     """Prefill chunks, and decode requests with one token each."""
     return PrefillRole(parts)
 
 
-def mixed_step(parts: RoleParts, width: int | None = None) -> MixedWindowRole:
+def make_mixed_step(parts: RoleParts, width: int | None = None) -> MixedWindowRole:
     """Prefill chunks, and decode requests with draft windows of ``width``, the limits' where it is not given."""
     return MixedWindowRole(parts, width)
+
+
+def make_row_graphs(*given: Any, **named: Any) -> RowGraphs:
+    """Graphs by bucket and sampling variant: of a name, a device, work, a result ring, and row maps by bucket."""
+    return RowGraphs(*given, **named)
+
+
+def make_prefill_graphs(step: PrefillRole, parts: RoleParts) -> PrefillGraphs:
+    """Graphs of a step with prefill chunks, over other parts than its own; none is captured yet."""
+    return PrefillGraphs(parts, step)

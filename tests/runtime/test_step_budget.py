@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from models.kernels.reference import ReferenceKernels
 from models.layers.decoder import Decoder
 from parallel.layers.experts import ExpertSplit
 from runtime.config import EngineConfig
@@ -21,6 +20,7 @@ from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.step_budget import attention_wave, costly_prefix, mixed_steps
+from tests.plant import Op, kernels_with, plant
 from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
@@ -91,11 +91,10 @@ def test_all_ranks_have_the_tables_of_rank_0(model: Decoder, monkeypatch: pytest
         return said[0]
 
     slower = {tokens: 1.3 * ms + 0.01 * tokens for tokens, ms in COSTS.items()}
-    kernels = type(model.kernels)
-    monkeypatch.setattr(kernels, "prefill_wave", lambda self, heads, head_dim: (128, 132 // heads))
+    plant(monkeypatch, lambda _, heads, head_dim: (128, 132 // heads), op="prefill_wave")
     of_rank_0 = attention_wave(model)
     first = mixed_steps(CONFIG, model, measured(COSTS), leader)
-    monkeypatch.setattr(kernels, "prefill_wave", lambda self, heads, head_dim: (128, 78 // heads))
+    plant(monkeypatch, lambda _, heads, head_dim: (128, 78 // heads), op="prefill_wave")
     second = mixed_steps(CONFIG, model, measured(slower), follower)
     assert first is not None
     assert first == second
@@ -130,18 +129,17 @@ def test_steps_are_timed_with_tokens_that_experts_compute() -> None:
     """Padding goes to no expert: timed so, a step of a sparse model would lack most of its work."""
     routed: list[int] = []
 
-    class Noting(ReferenceKernels):
-        def expert_mlp(self, *tensors: Tensor, **given: Any) -> Tensor:
-            local_TC = tensors[-1]
-            routed.append(int((local_TC >= 0).sum()))
-            chosen.update(local_TC[local_TC >= 0].tolist())
-            return super().expert_mlp(*tensors, **given)
+    def noted(expert_mlp: Op, *tensors: Tensor, **given: Any) -> Any:
+        local_TC = tensors[-1]
+        routed.append(int((local_TC >= 0).sum()))
+        chosen.update(local_TC[local_TC >= 0].tolist())
+        return expert_mlp(*tensors, **given)
 
     chosen: set[int] = set()
     requests, sparse = mixture(4), EXPERTS | {"decoder_sparse_step": 1}
     with rig(shape=sparse, prefill_buckets=(16, 32)) as engine:
         expected = outcome(run(engine, requests))
-    with rig(shape=sparse, prefill_buckets=(16, 32), kernels=Noting()) as engine:
+    with rig(shape=sparse, prefill_buckets=(16, 32), kernels=kernels_with(expert_mlp=noted)) as engine:
         executor = engine.executor
         routed.clear()
         assert set(executor.step_costs()) == {16, 32}
@@ -186,17 +184,16 @@ def test_steps_are_timed_with_tokens_that_recurrent_layers_compute(kind: str) ->
     """Of a token in no row such a layer may return anything, and not-a-number chooses the same experts for all."""
     took_in: list[tuple[list[int], list[int], list[int]]] = []
 
-    class Noting(ReferenceKernels):
-        def causal_conv(self, x_TC: Tensor, *given: Any) -> Tensor:
-            rows, positions_T = given[-2:]
-            if rows.ends_B is not None:
-                took_in.append((rows.ends_B.tolist(), rows.slots_B.tolist(), positions_T.tolist()))
-                window_SJC = given[-3]
-                assert not window_SJC[rows.slots_B[rows.slots_B > 0]].any(), "who is seated anew has no state"
-            return super().causal_conv(x_TC, *given)
+    def noted(causal_conv: Op, x_TC: Tensor, *given: Any) -> Any:
+        rows, positions_T = given[-2:]
+        if rows.ends_B is not None:
+            took_in.append((rows.ends_B.tolist(), rows.slots_B.tolist(), positions_T.tolist()))
+            window_SJC = given[-3]
+            assert not window_SJC[rows.slots_B[rows.slots_B > 0]].any(), "who is seated anew has no state"
+        return causal_conv(x_TC, *given)
 
-    buckets = 16, LONGEST + 12
-    with rig(shape=HYBRIDS[kind], prefill_buckets=buckets, max_model_len=LONGEST, kernels=Noting()) as engine:
+    buckets, kernels = (16, LONGEST + 12), kernels_with(causal_conv=noted)
+    with rig(shape=HYBRIDS[kind], prefill_buckets=buckets, max_model_len=LONGEST, kernels=kernels) as engine:
         executor = engine.executor
         took_in.clear()
         assert set(executor.step_costs()) == set(buckets), "the largest, too"

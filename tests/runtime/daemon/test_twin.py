@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.interface import Kernels
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import Frame, Kind
 from runtime.engine import Engine
@@ -17,6 +15,7 @@ from runtime.schedule.request import FinishReason, SamplingParams
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.plant import Kernels, Op, invariant_kernels, kernels_with
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
@@ -77,7 +76,7 @@ def test_who_was_probed_goes_on_as_who_was_not(model: str, monkeypatch: pytest.M
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", [None, DeterministicReferenceKernels()], ids=["float32", "deterministic"])
+@pytest.mark.parametrize("kernels", [None, invariant_kernels()], ids=["float32", "deterministic"])
 def test_a_batch_is_its_rows_alone(kernels: Kernels | None) -> None:
     _, answers = talk(1, kernels=kernels)
     for answer in answers:
@@ -86,16 +85,15 @@ def test_a_batch_is_its_rows_alone(kernels: Kernels | None) -> None:
         assert difference < 1e-4 if kernels is None else difference == 0.0
 
 
-class DependsOnRows(ExactKernels):
+def depends_on_rows(linear: Op, x_TN: torch.Tensor, *given: Any) -> Any:
     """A mutant: a product's last bits know how many rows there are."""
-
-    def linear(self, x_TN: torch.Tensor, weight_ON: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        return super().linear(x_TN, weight_ON, bias_O) * (1 + 1e-3 * x_TN.shape[0])
+    return linear(x_TN, *given) * (1 + 1e-3 * x_TN.shape[0])
 
 
 def test_mutant_a_product_that_knows_its_rows_is_found() -> None:
     """Buckets of one and of four rows, and products that differ between them."""
-    _, answers = talk(1, kernels=DependsOnRows(), dtype=torch.float64, rows=4, buckets=(1, 4))
+    kernels = kernels_with(ExactKernels(), linear=depends_on_rows)
+    _, answers = talk(1, kernels=kernels, dtype=torch.float64, rows=4, buckets=(1, 4))
     assert max(answer.answer["logprob_difference"] or 0.0 for answer in answers) > 0.0
 
 

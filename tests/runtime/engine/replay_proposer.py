@@ -13,8 +13,8 @@ from torch import Tensor
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.role import MakeRole, Role, RoleParts
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step.window import WindowRole
 from runtime.schedule.request import Request
+from tests.plant import make_window_step
 
 
 class ReplayProposer:
@@ -72,7 +72,7 @@ def window_roles(
 
     def maker(width: int) -> MakeRole:
         def make(parts: RoleParts) -> Role:
-            return WindowRole(parts, width, ReplayProposer(parts, script, right, limited))
+            return make_window_step(parts, width, ReplayProposer(parts, script, right, limited))
 
         return make
 

@@ -15,7 +15,6 @@ from typing import TypedDict, Unpack
 import torch
 
 from models.config import ModelConfig
-from models.kernels.interface import Kernels
 from models.kernels.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
@@ -42,6 +41,7 @@ from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.speculation import Speculation
+from tests.plant import Kernels
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
 VOCABULARY = 211

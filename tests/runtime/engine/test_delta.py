@@ -7,17 +7,16 @@ behind the marker ``long``; what state in slots must keep is here, of each famil
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from models.batch_invariance import missing_invariance
-from models.inputs import StateRows
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.interface import DeltaRule
 from runtime.engine import Engine
 from tests.models.tiny_delta import FAMILIES
+from tests.plant import Op, invariant_kernels, kernels_with
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, people, prompt
@@ -118,30 +117,19 @@ def test_the_deterministic_mode_serves_them() -> None:
     requests = [replace(r, sampling=replace(r.sampling, logprobs=3)) for r in requests]
     for depth, most, rows in ((0, 64, 1), (2, 7, 8)):
         seen = Logprobs(asked)
-        kernels = DeterministicReferenceKernels()
+        kernels = invariant_kernels()
         with rig(shape=FAMILIES["qwen3.5"], depth=depth, max_prefill_tokens=most, rows=rows, kernels=kernels) as engine:
             assert missing_invariance(engine.executor._model) == []
             found.append((outcome(run(engine, requests, watch=seen)), seen.by_request))
     assert found[0] == found[1]
 
 
-class MultipliesByZero(ExactKernels):
+def multiplies_by_zero(gated_delta: Op, *given: Any) -> Any:
     """Masks by a product: what the poison tests must find."""
-
-    def gated_delta(
-        self,
-        qkv_TC: Tensor,
-        z_TV: Tensor,
-        b_TH: Tensor,
-        a_TH: Tensor,
-        rule: DeltaRule,
-        state_SHVK: Tensor,
-        rows: StateRows,
-    ) -> Tensor:
-        out_TV = super().gated_delta(qkv_TC, z_TV, b_TH, a_TH, rule, state_SHVK, rows)
-        others = state_SHVK.sum(0, keepdim=True) * 0.0
-        state_SHVK += others
-        return out_TV
+    out_TV = gated_delta(*given)
+    state_SHVK = given[-2]
+    state_SHVK += state_SHVK.sum(0, keepdim=True) * 0.0
+    return out_TV
 
 
 def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
@@ -152,7 +140,8 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 
     answers = []
     for act in (None, poison):
-        with rig(shape=FAMILIES["qwen3.5"], kernels=MultipliesByZero(), dtype=torch.float64) as engine:
+        kernels = kernels_with(ExactKernels(), gated_delta=multiplies_by_zero)
+        with rig(shape=FAMILIES["qwen3.5"], kernels=kernels, dtype=torch.float64) as engine:
             answers.append(outcome(run(engine, requests, act)))
     assert answers[0] != answers[1]
 

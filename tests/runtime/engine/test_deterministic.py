@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.batch_invariance import missing_invariance, missing_operations
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
@@ -27,6 +25,7 @@ from runtime.speculate.tree import branching
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE
+from tests.plant import Op, invariant_kernels, kernels_with, reference_kernels
 from tests.runtime.engine import rig as over
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.replay_proposer import script_of
@@ -49,7 +48,7 @@ def test_nothing_that_others_do_changes_a_bit(
     shape: str, conditions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch sizes, depths, chunks, mixed steps, prefix hits, evictions, and what the last layer leaves out."""
-    model: dict[str, Any] = {"shape": SHAPES[shape], "kernels": DeterministicReferenceKernels()}
+    model: dict[str, Any] = {"shape": SHAPES[shape], "kernels": invariant_kernels()}
     requests = questions(1)
     expected = plainly(rig, requests, **model)
     taken = last_layer_for_draws(monkeypatch)
@@ -67,7 +66,7 @@ def test_nothing_that_others_do_changes_a_bit(
 @pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"], NEMOTRON], ids=["attention", "gated delta nets", "Mamba-2"])
 def test_trees_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
     """A node's keys, and its state, are those of the path down to it; also beside chunks, where there is no state."""
-    model: dict[str, Any] = {"shape": shape, "kernels": DeterministicReferenceKernels()}
+    model: dict[str, Any] = {"shape": shape, "kernels": invariant_kernels()}
     requests = questions(1, count=3, longest=20)
     expected = plainly(rig, requests, **model)
     script = script_of(requests, expected.tokens)
@@ -108,12 +107,12 @@ def chains_change_no_bit(over: Callable[..., Any], requests: Sequence[Request], 
 def test_chains_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
     for width in (4, 16):
         requests = questions(1, count=3, longest=20)
-        chains_change_no_bit(rig, requests, width, shape=shape, kernels=DeterministicReferenceKernels())
+        chains_change_no_bit(rig, requests, width, shape=shape, kernels=invariant_kernels())
 
 
 def test_two_ranks_against_themselves() -> None:
     requests = questions(2, 4)
-    model: dict[str, Any] = {"kernels": DeterministicReferenceKernels()}
+    model: dict[str, Any] = {"kernels": invariant_kernels()}
     with tensor_rig(2, depth=0, rows=1, mixed=None, prefix_caching=False, **model) as engine:
         expected = answers(engine, requests)
     several: tuple[dict[str, Any], ...] = ({"depth": 4, "rows": 5, "max_prefill_tokens": 16},)
@@ -129,27 +128,26 @@ def test_scores_of_prompts_too() -> None:
     found = []
     for limits in (PLAIN, {"depth": 2, "max_prefill_tokens": 24}, {"depth": 0, "max_prefill_tokens": 7, "mixed": None}):
         scores = Scores()
-        with rig(kernels=DeterministicReferenceKernels(), **limits) as engine:
+        with rig(kernels=invariant_kernels(), **limits) as engine:
             run(engine, prompts(), watch=scores)
         found.append(scores.by_request)
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 4  # of six, one asks for nothing and one has a single token
 
 
-class SplitsByRows(DeterministicReferenceKernels):
+def splits_by_rows(linear: Op, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Any:
     """The mutant: for few rows a sum over K in two halves, as the fastest kernels of a GPU have it."""
-
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        if x_TN.shape[0] > 1:
-            return super().linear(x_TN, weight_ON, bias_O)
-        half = x_TN.shape[1] // 2
-        return F.linear(x_TN[:, :half], weight_ON[:, :half], bias_O) + F.linear(x_TN[:, half:], weight_ON[:, half:])
+    if x_TN.shape[0] > 1:
+        return linear(x_TN, weight_ON, bias_O)
+    half = x_TN.shape[1] // 2
+    return F.linear(x_TN[:, :half], weight_ON[:, :half], bias_O) + F.linear(x_TN[:, half:], weight_ON[:, half:])
 
 
 def test_a_split_that_depends_on_the_rows_is_caught() -> None:
     requests = questions(1, 4)
-    expected = plainly(rig, requests, kernels=SplitsByRows())
-    with rig(depth=2, kernels=SplitsByRows()) as engine:
+    kernels = kernels_with(invariant_kernels(), linear=splits_by_rows)
+    expected = plainly(rig, requests, kernels=kernels)
+    with rig(depth=2, kernels=kernels) as engine:
         found = answers(engine, requests)
     assert difference(found, expected).bits > 10
 
@@ -158,8 +156,8 @@ def test_a_split_that_depends_on_the_rows_is_caught() -> None:
 
 
 def test_what_is_not_batch_invariant_is_named() -> None:
-    assert missing_operations(DeterministicReferenceKernels()) == []
-    assert missing_operations(ReferenceKernels(), sparse=False, recurrent=False) == [
+    assert missing_operations(invariant_kernels()) == []
+    assert missing_operations(reference_kernels(), sparse=False, recurrent=False) == [
         "rms_norm",
         "silu_mul",
         "linear",
@@ -169,7 +167,7 @@ def test_what_is_not_batch_invariant_is_named() -> None:
         "relu2",
         "vocab_rows",
     ]
-    with rig(kernels=DeterministicReferenceKernels()) as engine:
+    with rig(kernels=invariant_kernels()) as engine:
         model = engine.executor._model
         assert missing_invariance(model) == []
         _require_invariance(model)
@@ -184,7 +182,7 @@ def test_what_is_not_batch_invariant_is_named() -> None:
 
 
 def test_a_layer_that_does_not_declare_it_is_named(every_model: str) -> None:
-    with rig(kernels=DeterministicReferenceKernels()) as engine:
+    with rig(kernels=invariant_kernels()) as engine:
         named = missing_invariance(engine.executor._model)
     toy = over.TINY["architectures"] == [ARCHITECTURE]
     assert named == (["layers of RunningSum"] if toy else []), every_model

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from models.inputs import DecodeAttention
-from models.kernels.interface import Rotation
 from runtime.engine import Engine
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
+from tests.plant import Op, kernels_with
 from tests.runtime.engine.conftest import over_models
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
@@ -170,7 +169,7 @@ def test_every_rank_of_a_group_forks() -> None:
 # ---- mutants ----
 
 
-class LateKeys(ExactKernels):
+class LateKeys:
     """``late``: where the few tokens that draw ask alone, they see the pages as they were before the step."""
 
     def __init__(self, *, late: bool) -> None:
@@ -178,23 +177,16 @@ class LateKeys(ExactKernels):
         self.asked = 0
         self._before: Tensor | None = None
 
-    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+    def rope_and_cache(self, rope: Op, qkv_TX: Tensor, heads: int, kv_layer: Tensor, *given: Any) -> Any:
         if heads == 0:  # keys and values of all tokens
             self._before = kv_layer.clone()
-        return super().rope_and_cache(qkv_TX, heads, kv_layer, rotation)
+        return rope(qkv_TX, heads, kv_layer, *given)
 
-    def decode_attention(
-        self,
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        out_THD: Tensor | None = None,
-    ) -> Tensor:
+    def decode_attention(self, attend: Op, q_THD: Tensor, kv_layer: Tensor, *given: Any) -> Any:
         before, self._before = self._before, None
         self.asked += before is not None
         seen = before if before is not None and self.late else kv_layer
-        return super().decode_attention(q_THD, seen, inputs, scale, out_THD)
+        return attend(q_THD, seen, *given)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -203,7 +195,8 @@ def test_a_fork_that_asks_before_its_prompt_is_written_shows(late: bool, monkeyp
     last_layer_for_draws(monkeypatch)
     running = [request(i, prompt(9, i), temperature=1.0, max_tokens=20, stops=()) for i in range(2)]
     family = request(10, prompt(37, 2), n=3, temperature=1.0, max_tokens=6, logprobs=1)
-    kernels = LateKeys(late=late)
+    keys = LateKeys(late=late)
+    planted: dict[str, Op] = {"rope_and_cache": keys.rope_and_cache, "decode_attention": keys.decode_attention}
     forked = live(
         running,
         depth=2,
@@ -212,11 +205,11 @@ def test_a_fork_that_asks_before_its_prompt_is_written_shows(late: bool, monkeyp
         buckets=(8,),
         prefill_buckets=BUCKETS,
         mixed=MIXED,
-        kernels=kernels,
+        kernels=kernels_with(ExactKernels(), **planted),
     )
     (spec,) = (spec for spec in forked.specs if spec.plan.forks)
     assert (spec.plan.kind, len(spec.plan.forks), spec.plan.decode_rows) == (StepKind.MIXED, 2, 2)
-    assert kernels.asked
+    assert keys.asked
     expected = alone([*running, family])
     if not late:
         same(forked, expected)

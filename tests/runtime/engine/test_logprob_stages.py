@@ -9,19 +9,19 @@ test_prompt_logprobs.py).
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.execute.proposer import MakeProposer
-from runtime.execute.sampling import prompt_logprobs
-from runtime.execute.step import tail
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.plant import Op, plant
 from tests.runtime.engine.lives import Life, live
 from tests.runtime.engine.rig import request
 from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter
@@ -43,17 +43,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of the stages: for drawn tokens ("tail"), and for those of prompts ("prompt_logprobs")."""
     found: Counter[str] = Counter()
 
-    def count(module: Any) -> None:
-        inner, name = module.token_logprobs, module.__name__.rsplit(".")[-1]
+    def counted(name: str, token_logprobs: Op, *given: Any) -> Any:
+        found[name] += 1
+        return token_logprobs(*given)
 
-        def counted(*arguments: Any) -> Any:
-            found[name] += 1
-            return inner(*arguments)
-
-        monkeypatch.setattr(module, "token_logprobs", counted)
-
-    count(tail)
-    count(prompt_logprobs)
+    plant(monkeypatch, partial(counted, "tail"), part="tail.logprobs")
+    plant(monkeypatch, partial(counted, "prompt_logprobs"), part="prompt.logprobs")
     return found
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from models.inputs import DecodeAttention
 from models.registry import ARCHITECTURES
 from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.step import prefill
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.plant import Op, plant
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.lives import live, same, unbroken
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
@@ -58,17 +57,16 @@ def test_mixed_steps_give_the_tokens_of_separate_ones(
 
 def last_layer_for_draws(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """From here on small steps, too, leave out of the last layer what nobody reads; says of each whether it did."""
-    monkeypatch.setattr(prefill, "LARGE_STEP", 0)
-    monkeypatch.setattr(prefill, "_TOKENS_A_DRAW", 2)
+    plant(monkeypatch, 0, part="prefill.large_step")
+    plant(monkeypatch, 2, part="prefill.tokens_a_draw")
     taken: list[bool] = []
-    attention_of_drawing = prefill.PrefillRole._attention_of_drawing
 
-    def noted(self: prefill.PrefillRole, *arguments: Any) -> DecodeAttention | None:
-        found = attention_of_drawing(self, *arguments)
+    def noted(last_attention: Op, *given: Any) -> Any:
+        found = last_attention(*given)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(prefill.PrefillRole, "_attention_of_drawing", noted)
+    plant(monkeypatch, noted, part="prefill.last_attention")
     return taken
 
 

@@ -21,12 +21,13 @@ from runtime.engine import Engine
 from runtime.execute import launch_spec
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.step.prefill_graphs import PrefillGraphs, prefill_buckets
+from runtime.execute.step.prefill_graphs import prefill_buckets
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
+from tests.plant import Op, make_prefill_graphs, plant
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -142,7 +143,7 @@ def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
         role = engine.executor.prefill
         assert role.graphs.captured == 2 * len(BUCKETS), "those with split keys, too"
         parts = replace(role._parts, config=replace(role._parts.config, agree_min=lambda mine: 0))
-        other = PrefillGraphs(parts, role)
+        other = make_prefill_graphs(role, parts)
         other.warm_up()
         assert other.captured == 0
         run(engine, [request(0, range(5))])
@@ -157,19 +158,19 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     pytest.importorskip("triton")
     module = importlib.import_module("tests.runtime.engine.tiled_kernels")
     serving: list[LaunchSpec] = []
-    plan, launch = module.RepeatedTiles.plan, PrefillGraphs.launch
+    plan = module.RepeatedTiles.plan
 
     def planned(self: Any, *lengths: Any) -> None:
         assert not serving, "the plan of a step comes with what is staged"
         plan(self, *lengths)
 
-    def launched(self: PrefillGraphs, spec: LaunchSpec) -> None:
+    def launched(replay: Op, spec: LaunchSpec) -> None:
         serving.append(spec)
-        launch(self, spec)
+        replay(spec)
 
     with monkeypatch.context() as patched:
         patched.setattr(module.RepeatedTiles, "plan", planned)
-        patched.setattr(PrefillGraphs, "launch", launched)
+        plant(patched, launched, part="prefill.replay")
         yield {"kernels": module.TiledExactKernels(), "dtype": torch.float64}
     assert serving
 
@@ -206,13 +207,12 @@ def test_groups_whose_rows_all_decode_bring_an_empty_table(windows: bool, monkey
     tokens = 4 * 8 if windows else 8
     seen = []
     with tables(monkeypatch) as tiled:
-        launch = PrefillGraphs.launch
 
-        def noted(self: PrefillGraphs, spec: LaunchSpec) -> None:
+        def noted(replay: Op, spec: LaunchSpec) -> None:
             seen.append((len(spec.plan.slots), spec.padded_tokens, len(spec.plan.chunks)))
-            launch(self, spec)
+            replay(spec)
 
-        monkeypatch.setattr(PrefillGraphs, "launch", noted)
+        plant(monkeypatch, noted, part="prefill.replay")
         captured: dict[str, Any] = {"prefill_buckets": (tokens, 72), "proposer": proposer, "rows": 8} | tiled
         if windows:
             captured["speculation"] = Speculation(4, mixed_percent=50)

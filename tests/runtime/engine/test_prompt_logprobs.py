@@ -13,13 +13,13 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import PrefillAttention, StepInputs
-from models.kernels.reference import ReferenceKernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
+from tests.plant import reference_kernels
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
 from tests.torchrun import torchrun
@@ -39,7 +39,7 @@ def reference(prompt: tuple[int, ...]) -> Tensor:
         dtype=torch.float32,
         device="cpu",
         collectives=SingleRank(),
-        kernels=ReferenceKernels(),
+        kernels=reference_kernels(),
     )
     length = len(prompt)
     caches = [torch.zeros(kv.shape(2, length)) for kv in model.cache_layout.paged]

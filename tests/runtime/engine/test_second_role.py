@@ -23,11 +23,10 @@ from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.row_graphs import RowGraphs
 from runtime.execute.step.step_io import gather_decode
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.request import Request
+from tests.plant import make_decode_step, make_row_graphs
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import TINY, request, rig
 
@@ -57,9 +56,9 @@ class DraftedDecode:
         )
         self._toy_caches = parts.pool.allocate(self._toy.cache_layout)
         self.guesses_N = parts.device.zeros(BUCKETS[-1], dtype=torch.int64)
-        self._target = DecodeRole(parts, name=self.name)
+        self._target = make_decode_step(parts, name=self.name)
         maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.config.decode_buckets}
-        self.graphs = RowGraphs(self.name, parts.device, self._both, parts.ring, maps)
+        self.graphs = make_row_graphs(self.name, parts.device, self._both, parts.ring, maps)
 
     def serves(self, plan: StepPlan, kind: StepKind) -> bool:
         return kind is StepKind.DECODE and plan.step % 2 == 1

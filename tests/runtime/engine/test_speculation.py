@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.reference import ReferenceKernels
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
@@ -33,6 +32,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculative_config import speculative_config
 from runtime.window_costs import cost_table, window_times
+from tests.plant import reference_kernels
 from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
@@ -273,7 +273,7 @@ def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_f
     """As reference kernels compute it."""
     requests = repeating(4, temperature=0.2, max_tokens=24)
     how: dict[str, Any] = {
-        "kernels": ReferenceKernels(),
+        "kernels": reference_kernels(),
         "dtype": torch.float32,
         "shape": FOUR_HEADS,
         "rows": 4,

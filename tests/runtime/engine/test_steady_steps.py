@@ -22,7 +22,6 @@ from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import kept_states
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.step.prefill import PrefillRole
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
@@ -31,6 +30,7 @@ from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.plant import Op, plant
 from tests.runtime.engine.lives import prompt
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.turn_counts import Turn, counted
@@ -271,7 +271,7 @@ def test_a_step_that_forks_copies_blocks_before_its_tail(
 ) -> None:
     """A prompt of two answers arrives beside a row, and ends within a block in its second step. Before the tail of that
     one, the other answer's own block is written; in the first nothing is. State in slots is a copy behind it."""
-    answers, copy_forked = range(10, 12), PrefillRole.copy_forked
+    answers = range(10, 12)
     with mixing(method, target, tmp_path, tiled=tiled) as (engine, tile_tokens):
         engine.add(request(0, [3, 4, 5], max_tokens=150, stops=()))
         for _ in range(BEFORE):
@@ -279,13 +279,13 @@ def test_a_step_that_forks_copies_blocks_before_its_tail(
         with counted(engine) as count:
             copied: list[tuple[int, int]] = []  # launches before each, and what it puts on the stream itself
 
-            def copy(role: PrefillRole, spec: LaunchSpec) -> None:
+            def noted(copy_forked: Op, spec: LaunchSpec) -> None:
                 launched, submitted = count.counts["replays"], count.counts["compute"]
-                copy_forked(role, spec)
+                copy_forked(spec)
                 if count.counts["compute"] > submitted:
                     copied.append((launched, count.counts["compute"] - submitted))
 
-            monkeypatch.setattr(PrefillRole, "copy_forked", copy)
+            plant(monkeypatch, noted, part="prefill.copy_forked")
             tokens = [token % VOCABULARY for token in prompt(90, 1)]
             engine.add(request(answers[0], tokens, n=len(answers), max_tokens=3, stops=()))
             found = [count.turn() for _ in range(WATCHED)]

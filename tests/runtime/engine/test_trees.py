@@ -19,10 +19,8 @@ from torch import Tensor
 
 from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
-from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.slot_state import SlotColumns
-from runtime.execute.step import window_io
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
@@ -30,6 +28,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
+from tests.plant import Op, plant
 from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import RandomLife, random_life
@@ -250,16 +249,15 @@ def test_scripted_acceptance_keeps_as_many_of_a_tree_as_of_a_chain() -> None:
 # ---- mutants: what must not stay unseen ----
 
 
-def wrong_text(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: object, depth: int = 2, **limits: Any
-) -> None:
-    monkeypatch.setattr(owner, name, mutant)
+def wrong_text(depth: int = 2, **limits: Any) -> None:
+    """Of a life in which a mutant is planted."""
     with pytest.raises(AssertionError):
         trees(some(5), (6, 16), depth=depth, **limits)
 
 
 def test_entries_that_are_not_moved_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong_text(monkeypatch, EntryMover, "move", lambda *_: None)
+    monkeypatch.setattr(EntryMover, "move", lambda *_: None)
+    wrong_text()
 
 
 def test_blocks_for_the_longest_path_alone_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,31 +271,36 @@ def test_blocks_for_the_longest_path_alone_are_too_few(monkeypatch: pytest.Monke
         return len(sequence.blocks) * resources.limits.block_size + 2 - resources.limits.width
 
     monkeypatch.setattr(Resources, "_wake_at_latest", wake_at)
-    wrong_text(monkeypatch, Resources, "reservation", reservation, depth=0, block_size=4)
+    monkeypatch.setattr(Resources, "reservation", reservation)
+    wrong_text(depth=0, block_size=4)
 
 
 def test_a_node_that_sees_a_sibling_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lay_out(parents_BQ: Tensor, depth: int) -> DraftTree:
-        tree = draft_tree.lay_out_in_torch(parents_BQ, depth)
+    def mutant(lay_out: Op, parents_BQ: Tensor, depth: int) -> DraftTree:
+        tree: DraftTree = lay_out(parents_BQ, depth)
         return tree._replace(seen_BN=tree.seen_BN | 16)  # everybody sees node 5
 
-    wrong_text(monkeypatch, window_io, "lay_out", lay_out)
+    plant(monkeypatch, mutant, part="window.lay_out")
+    wrong_text()
 
 
 def test_a_wrong_parent_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mask: with other parents everywhere it would be another tree, no worse a guess than this one."""
 
-    def lay_out(parents_BQ: Tensor, depth: int) -> DraftTree:
-        wrong = draft_tree.lay_out_in_torch((parents_BQ - 1).clamp(min=0), depth)
-        return draft_tree.lay_out_in_torch(parents_BQ, depth)._replace(seen_BN=wrong.seen_BN)
+    def mutant(lay_out: Op, parents_BQ: Tensor, depth: int) -> DraftTree:
+        tree, wrong = lay_out(parents_BQ, depth), lay_out((parents_BQ - 1).clamp(min=0), depth)
+        found: DraftTree = tree._replace(seen_BN=wrong.seen_BN)
+        return found
 
-    wrong_text(monkeypatch, window_io, "lay_out", lay_out)
+    plant(monkeypatch, mutant, part="window.lay_out")
+    wrong_text()
 
 
 def test_a_wrong_depth_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lay_out(parents_BQ: Tensor, depth: int) -> DraftTree:
-        tree = draft_tree.lay_out_in_torch(parents_BQ, depth)
+    def mutant(lay_out: Op, parents_BQ: Tensor, depth: int) -> DraftTree:
+        tree: DraftTree = lay_out(parents_BQ, depth)
         number = torch.arange(tree.depth_BN.shape[1]).clamp(max=depth)
         return tree._replace(depth_BN=number.expand_as(tree.depth_BN))
 
-    wrong_text(monkeypatch, window_io, "lay_out", lay_out)
+    plant(monkeypatch, mutant, part="window.lay_out")
+    wrong_text()

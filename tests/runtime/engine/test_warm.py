@@ -162,7 +162,7 @@ def test_rehearsals_without_kernels_leave_nothing_behind(monkeypatch: pytest.Mon
             without.setattr(ResultRing, "append", skipped)
             for rehearse in rehearsals:
                 device.compute.submit(rehearse)
-                ran[getattr(rehearse, "func", rehearse).__qualname__] += 1
+                ran[getattr(rehearse, "func", rehearse).__name__] += 1
             device.compute.synchronize()
         undone = int(ring.appended_1)
         device.compute.submit(ring.start_over)
@@ -178,6 +178,6 @@ def test_rehearsals_without_kernels_leave_nothing_behind(monkeypatch: pytest.Mon
     expected = tokens()
     monkeypatch.setattr(Executor, "_compile_ahead", ahead)
     assert tokens() == expected
-    assert ran["PrefillGraphs._rehearse_pass"] >= 6  # of three numbers of tokens, plain and beside windows
-    assert ran["RowGraphs._rehearse"] == 3  # tails of both, and proposals
+    assert ran["_rehearse_pass"] >= 6  # of three numbers of tokens, plain and beside windows
+    assert ran["_rehearse"] == 3  # tails of both, and proposals
     assert ran["undone"] >= 2

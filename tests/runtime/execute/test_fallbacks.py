@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
 
-from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import SingleRank
 from runtime.build import _executor_config
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
 from runtime.execute.fallbacks import QUIET_SECONDS, Fallbacks
+from tests.plant import Kernels, kernels_with, reference_kernels
 from tests.runtime.engine.rig import request, rig, run
 
 
@@ -49,43 +48,23 @@ def test_one_that_was_told_silences_no_other(caplog: pytest.LogCaptureFixture) -
     assert too_long == "fallback eager_prefill_beyond_buckets, 1 so far: 33 tokens; the largest captured prefill has 16"
 
 
-class SlowPrefill(ReferenceKernels):
-    """Kernels whose prefill attention is not the usual one."""
-
-    slower_prefill = "FlashInfer is not built on this machine"
-
-
-class TritonPrefill(SlowPrefill):
-    """Ours, where FlashInfer's would be faster."""
-
-    prefill_name = "triton"
+SLOWER = "FlashInfer is not built on this machine"  # why prefill attention is not the usual one
 
 
 class SlowGroup(SingleRank):
     slower = "all-reduces go through NCCL"
 
 
-class NotCaptured(ReferenceKernels):
-    """Kernels for a GPU that has none of its own, and whose prefill attention reads lengths on the host."""
-
-    slower = "Triton is not installed"
-
-    def repeat_prefill(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> None:
-        return None
-
-
 def test_prefill_attention_is_counted_by_its_own_name() -> None:
     """Only ever ours in FlashInfer's place: where ours was chosen, nothing falls back to FlashInfer."""
-    with rig(kernels=TritonPrefill()) as engine:
+    with rig(kernels=kernels_with(slower_prefill=SLOWER, prefill_name="triton")) as engine:
         run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(2)])
         counted = engine.counters
         assert counted["fallbacks{triton_prefill}"] == counted["prefill_steps"] + counted["mixed_steps"] > 1
 
 
 def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:
-    with rig(kernels=SlowPrefill(), collectives=SlowGroup()) as engine:
+    with rig(kernels=kernels_with(slower_prefill=SLOWER), collectives=SlowGroup()) as engine:
         run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(4)])
         counted = engine.counters
         assert counted["fallbacks{nccl_all_reduce}"] == 1
@@ -97,7 +76,9 @@ def test_an_engine_counts_what_stands_and_what_each_prefill_takes() -> None:
 
 
 def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
-    with rig(kernels=NotCaptured(), prefill_buckets=(8, 64)) as engine:
+    """A GPU that has no kernels of its own, and prefill attention that reads lengths on the host."""
+    kernels = kernels_with(slower="Triton is not installed", repeat_prefill=lambda *_: None)
+    with rig(kernels=kernels, prefill_buckets=(8, 64)) as engine:
         run(engine, [request(i, range(3 + i, 40 + i), max_tokens=3) for i in range(2)])
         counted = engine.counters
         chunked = counted["prefill_steps"] + counted["mixed_steps"]
@@ -105,20 +86,16 @@ def test_prefills_that_were_to_be_captured_and_are_not_are_counted() -> None:
         assert counted["fallbacks{torch_kernels}"] == 1
 
 
-class UntunedProducts(ReferenceKernels):
-    slower_kernels: ClassVar[dict[str, str]] = {"untuned_products": "out of memory"}
-
-
 class Standing:
     """What an executor looks at, at the end of its start-up, on a GPU."""
 
     _count_standing_fallbacks = Executor._count_standing_fallbacks
 
-    def __init__(self, *, slower: dict[str, str], mixes: bool, kernels: ReferenceKernels | None = None) -> None:
+    def __init__(self, *, slower: dict[str, str], mixes: bool, kernels: Kernels | None = None) -> None:
         self.fallbacks = Fallbacks()
         self.mixes = mixes
         self._config = SimpleNamespace(slower=slower, mixed=True)
-        self._model = SimpleNamespace(collectives=SingleRank(), kernels=kernels or ReferenceKernels())
+        self._model = SimpleNamespace(collectives=SingleRank(), kernels=kernels or reference_kernels())
         self.device = SimpleNamespace(torch_device=torch.device("cuda"))
         self.tables = SimpleNamespace(columns=SimpleNamespace(records=torch.zeros(1)))  # of a CPU: no Triton there
         cast(Any, self)._count_standing_fallbacks()
@@ -128,7 +105,8 @@ def test_what_stands_is_counted_by_what_takes_its_place() -> None:
     found = Standing(slower={"nccl_exchange": "the ranks are on several nodes"}, mixes=False)
     assert found.fallbacks.counts == {"nccl_exchange": 1, "separate_prefill": 1, "torch_sampling": 1}
     assert Standing(slower={}, mixes=True).fallbacks.counts == {"torch_sampling": 1}
-    found = Standing(slower={}, mixes=True, kernels=UntunedProducts())
+    untuned = kernels_with(slower_kernels={"untuned_products": "out of memory"})
+    found = Standing(slower={}, mixes=True, kernels=untuned)
     assert found.fallbacks.counts == {"untuned_products": 1, "torch_sampling": 1}
 
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,18 +24,15 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import MemoryInfo
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
-from runtime.execute.role import RoleParts, Trial
+from runtime.execute.role import Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import SlotColumns, SlotTables
-from runtime.execute.step import decode as decoding
-from runtime.execute.step.prefill_graphs import PrefillGraphs
-from runtime.execute.step.row_role import RowRole
 from runtime.execute.step.step_io import Gathered
-from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
+from tests.plant import Op, plant
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine import tensor_ranks
 from tests.runtime.engine.conftest import over_model
@@ -104,7 +100,7 @@ class Trials:
             owner = trial.func.__self__
             self.variants.add(trial.args[1])
             of_tail = getattr(getattr(owner, "_work", None), "__self__", None)
-            return f"{of_tail._work.name} {owner.name}" if isinstance(of_tail, PrefillGraphs) else str(owner.name)
+            return str(owner.name) if of_tail is None else f"{of_tail._work.name} {owner.name}"
 
         def search(executor: Executor) -> SamplingVariant:
             nonlocal searching
@@ -178,24 +174,18 @@ def test_each_kind_decides_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch)
         assert engine.model_config.widest == GREEDY
 
 
-class Bare(RowRole):
-    """A role of one of several groups, as far as its trials are concerned."""
-
-    def __init__(self, exchanges: tuple[int, ...], *, widens: bool) -> None:
-        parts = SimpleNamespace(config=SimpleNamespace(exchanges=exchanges), limits=SimpleNamespace(window=4))
-        self._parts, self.widens = cast(RoleParts, parts), widens
-
-    def decode(self, rows_B: torch.Tensor, variant: SamplingVariant, exchange_rows: int = 0) -> None:
-        raise AssertionError("nothing runs")
-
-
 @pytest.mark.parametrize(
     ("exchanges", "widens", "widest"), [((), True, 0), ((16, 64), True, 64), ((16, 64), False, 32), ((8,), True, 32)]
 )
 def test_a_trial_among_groups_has_the_widest_exchange_that_is_captured(
     exchanges: tuple[int, ...], widens: bool, widest: int
 ) -> None:
-    (trial,) = Bare(exchanges, widens=widens).trials(8, EVERY_FEATURE)
+    with rig() as engine:
+        step = engine.executor.decode
+        config = step._parts.config
+        config = replace(config, exchanges=exchanges, limits=replace(config.limits, width=4))
+        step._parts, step.widens = replace(step._parts, config=config), widens
+        (trial,) = step.trials(8, EVERY_FEATURE)
     assert cast(Any, trial).args == (8, EVERY_FEATURE, widest)
 
 
@@ -268,7 +258,7 @@ def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, mo
     assert left == []
 
 
-def not_gathered(tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> Gathered:
+def not_gathered(_: Op, tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> Gathered:
     """As compile_ahead has it on a GPU: the kernel is not launched, and what it would fill is zero."""
     longs, ints = torch.zeros_like(rows_B), torch.zeros_like(rows_B, dtype=torch.int32)
     no = torch.zeros_like(rows_B, dtype=torch.bool)
@@ -279,18 +269,18 @@ def not_gathered(tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> G
 
 def test_rehearsals_without_kernels_leave_no_padding_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch writes their steps back where log-probabilities are reported, of records that nobody had read."""
-    device, draw, reset = SmallTwin(), Tail._draw, SlotTables.reset_padding
+    device, reset = SmallTwin(), SlotTables.reset_padding
     live: list[bool] = []
     records: list[torch.Tensor] = []
 
-    def undrawn(tail: Tail, *given: Any) -> tuple[Any, ...]:
-        drawn, verdict, logprobs = draw(tail, *given)
+    def undrawn(draw: Op, *given: Any) -> tuple[Any, ...]:
+        drawn, verdict, logprobs = draw(*given)
         return Draw(*map(torch.zeros_like, drawn)), Verdict(*map(torch.zeros_like, verdict)), logprobs
 
     def launching_nothing(works: Iterator[Callable[[], None]], **how: Any) -> int:
         with monkeypatch.context() as patched:
-            patched.setattr(decoding, "gather_decode", not_gathered)
-            patched.setattr(Tail, "_draw", undrawn)
+            plant(patched, not_gathered, part="decode.gather")
+            plant(patched, undrawn, part="tail.draw")
             for work in works:
                 work()
             device.compute.synchronize()

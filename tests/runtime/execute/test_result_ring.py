@@ -20,12 +20,12 @@ from runtime.execute.result_ring import ResultRing, ResultShape
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
-from runtime.execute.step import step_io, window_io
-from runtime.execute.step.row_graphs import CaptureError, RowGraphs
+from runtime.execute.step.row_graphs import CaptureError
 from runtime.execute.step.step_io import write_back
 from runtime.execute.step.step_io_kernels import StepKernels, WindowKernels
 from runtime.execute.step.window_io import Window, commit_window, gather_window_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same_state
+from tests.plant import make_row_graphs, plant
 from tests.runtime.execute.plans import decode_step
 
 ROWS, WIDTH, TOP = 4, 3, 2
@@ -160,7 +160,7 @@ def test_a_graph_of_other_results_than_will_be_read_is_not_captured(
     device = TwinDevice()
     variant = SamplingVariant(logprobs=True, top_logprobs=TOP)
     row_maps = {3: torch.zeros(3, dtype=torch.int64)}
-    graphs = RowGraphs("toy", device, lambda rows_B, *_: append(ring, len(rows_B)), ring, row_maps, width=2)
+    graphs = make_row_graphs("toy", device, lambda rows_B, *_: append(ring, len(rows_B)), ring, row_maps, width=2)
     expected = f"the toy graph of 3 rows failed: .*results of .*{found}.*; they are to be read as 3 rows x 2 tokens, 2 "
     with pytest.raises(CaptureError, match=expected):
         graphs.warm_up((variant,))
@@ -192,8 +192,8 @@ def never(*_: object) -> Any:
 @pytest.fixture(params=["torch", "kernels"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
-        monkeypatch.setattr(window_io, "window_kernels_for", lambda tensor: WindowKernels(never, never))
-        monkeypatch.setattr(step_io, "kernels_for", lambda tensor: StepKernels(never, never, never, never))
+        plant(monkeypatch, lambda *_: WindowKernels(never, never), part="window.kernels")
+        plant(monkeypatch, lambda *_: StepKernels(never, never, never, never), part="decode.kernels")
     return str(request.param)
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.reference import ReferenceKernels
 from runtime.engine import Engine
 from runtime.execute.proposer import Observed, Proposed
 from runtime.execute.slot_state import SlotColumns
@@ -26,6 +25,7 @@ from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.mtp import MTPProposer
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.plant import reference_kernels
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -217,7 +217,7 @@ def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
 def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
     """Every round guesses and gains the same at any depth and on any number of ranks, as reference kernels compute it;
     the texts are those without a drafter."""
-    how: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "kernels": ReferenceKernels(), "dtype": torch.float32}
+    how: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 16, "kernels": reference_kernels(), "dtype": torch.float32}
     how |= ROOM | {"shape": SHAPE | FOUR_HEADS} | limits
     found = None
     plain = live(people(3, max_tokens=14), depth=0, **{**how, "tree": 0})

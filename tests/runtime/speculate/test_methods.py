@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models.config import ModelConfig, ModelConfigError
-from models.kernels.reference import ReferenceKernels
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
@@ -20,6 +19,7 @@ from runtime.speculate.methods import check_drafter, proposer_for
 from runtime.speculative_config import SpeculativeConfigError, speculative_config
 from tests.models.drafters.tiny_drafters import eagle3_config, write
 from tests.models.tiny_delta import FAMILIES
+from tests.plant import plant
 from tests.runtime.engine.rig import TINY, request, rig, run, tiny_folder
 from tests.runtime.speculate.recorded import DFLASH, MTP, SHAPE, SIZES
 
@@ -246,7 +246,7 @@ def test_models_without_room_for_trees_are_refused(asked: dict[str, Any], said: 
 def test_windows_that_no_kernel_takes_are_refused(
     asked: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReferenceKernels, "longest_window", lambda _, heads, kv_heads, head_dim, dtype: 5)
+    plant(monkeypatch, lambda *_: 5, op="longest_window")
     keys = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_length": 2, **asked}
     with pytest.raises(ConfigError, match=said):
         starting(write(tmp_path, TINY, {}), {key: value for key, value in keys.items() if value is not None})

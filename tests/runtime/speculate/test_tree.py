@@ -20,10 +20,10 @@ from runtime import speculative_config as options
 from runtime.config import EngineConfig
 from runtime.execute.proposer import Candidates, Observed
 from runtime.execute.sampling.draft_tree import NO_GUESS, lay_out, walk
-from runtime.execute.step import window_io
 from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.tree import FLOOR, grow
+from tests.plant import Op, plant
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import Drafter, check_rounds
@@ -161,14 +161,12 @@ def test_mutants_are_seen_in_the_guesses_only(mutant: Any, tmp_path: Path) -> No
 
 
 def test_features_that_were_not_taken_along_the_path_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain = window_io._shown
-
-    def in_order(window: Any, accepted: Any) -> Any:
+    def in_order(shown: Op, window: Any, accepted: Any) -> Any:
         rows, width = accepted.tokens_BW.shape
         first_T = (torch.arange(rows)[:, None] * window.tokens + torch.arange(width)).reshape(-1)
-        return plain(window, accepted)._replace(path_T=first_T)
+        return shown(window, accepted)._replace(path_T=first_T)
 
-    monkeypatch.setattr(window_io, "_shown", in_order)
+    plant(monkeypatch, in_order, part="window.shown")
     drafter = Drafter("dflash", tmp_path, top_k=4)
     life = treed(drafter, depth=0)
     with pytest.raises(AssertionError, match="tokens known"):

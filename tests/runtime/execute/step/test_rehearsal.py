@@ -15,7 +15,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from models.kernels.interface import Kernels
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime import build
@@ -25,11 +24,9 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Work
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.prefill import PrefillRole
-from runtime.execute.step.row_role import RowRole
 from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_delta import FAMILIES
+from tests.plant import Op, name_of, plant, width_of
 from tests.runtime.engine.rig import TINY
 
 BUCKETS = (2, 8)
@@ -105,18 +102,20 @@ class Start:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.tried: list[Tried] = []
         self.device = MeasuredTwin()
-        try_variant = RowRole.try_variant
+        shared_out = False
 
-        def noted(role: RowRole, bucket: int, variant: SamplingVariant) -> None:
+        def noted(try_variant: Op, bucket: int, variant: SamplingVariant, *exchange: int) -> None:
             with HeldBytes() as held:
-                try_variant(role, bucket, variant)
-            self.tried.append(Tried(role.name, bucket, variant, held.peak))
+                try_variant(bucket, variant, *exchange)
+            if not shared_out:
+                self.tried.append(Tried(name_of(try_variant), bucket, variant, held.peak))
 
         def sized(*arguments: Any, **named: Any) -> CacheSizing:
-            monkeypatch.setattr(RowRole, "try_variant", try_variant)
+            nonlocal shared_out
+            shared_out = True
             return size_cache(*arguments, **named)
 
-        monkeypatch.setattr(RowRole, "try_variant", noted)
+        plant(monkeypatch, noted, part="rows.try_variant")
         monkeypatch.setattr("runtime.execute.executor.size_cache", sized)
         monkeypatch.setattr(build, "open_device", lambda name: self.device)
         config = EngineConfig(
@@ -166,13 +165,13 @@ def test_what_windows_beside_chunks_keep_is_in_use_and_no_part_of_a_step(
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **FAMILIES["qwen3.5"]}))
     made: list[tuple[int, int]] = []
 
-    def noted(role: MixedWindowRole) -> None:
+    def noted(make_memory: Op) -> None:
         with HeldBytes() as held:
-            make_memory(role)
-        made.append((role.width, held.peak))
+            make_memory()
+        made.append((width_of(make_memory), held.peak))
 
-    make_memory, peak_of = MixedWindowRole._make_memory, MeasuredTwin.peak_of
-    monkeypatch.setattr(MixedWindowRole, "_make_memory", noted)
+    peak_of = MeasuredTwin.peak_of
+    plant(monkeypatch, noted, part="mixed.make_memory")
 
     def measured(device: MeasuredTwin, work: Work) -> int:
         before = len(made)
@@ -193,22 +192,21 @@ def test_no_role_runs_chunks_before_ranks_agreed_on_their_kernel(
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     order: list[str] = []
 
-    def noted(owner: type, name: str) -> None:
-        method = getattr(owner, name)
+    def agreed(agree_on_kernels: Op, *given: Any) -> None:
+        order.append("agreement")
+        agree_on_kernels(*given)
 
-        def run(one: Any, *arguments: Any) -> Any:
-            order.append(f"{type(one).__name__}.{name}")
-            return method(one, *arguments)
+    def rehearsed(rehearse: Op) -> None:
+        order.append(name_of(rehearse))
+        rehearse()
 
-        monkeypatch.setattr(owner, name, run)
-
-    noted(Kernels, "agree_on_kernels")
-    for role in (RowRole, PrefillRole, MixedWindowRole):
-        noted(role, "rehearse")
+    plant(monkeypatch, agreed, op="agree_on_kernels")
+    for part in ("rows.rehearse", "prefill.rehearse", "mixed.rehearse"):
+        plant(monkeypatch, rehearsed, part=part)
     Start(tmp_path, monkeypatch, max_prefill_tokens=16, speculative_config={**NGRAM, "num_speculative_tokens": 3})
-    agreed = order.index("ReferenceKernels.agree_on_kernels")
-    assert set(order[:agreed]) == {"DecodeRole.rehearse", "WindowRole.rehearse"}
-    assert set(order[agreed + 1 :]) == {"MixedWindowRole.rehearse", "PrefillRole.rehearse"}
+    at = order.index("agreement")
+    assert set(order[:at]) == {"decode", "window of 4"}
+    assert set(order[at + 1 :]) == {"mixed window of 4", "prefill"}
 
 
 def test_what_the_widest_warm_variant_holds_is_not_given_to_blocks(

@@ -17,7 +17,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.registry import ARCHITECTURES
 from parallel.comm.collectives import SingleRank
@@ -33,15 +32,13 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_w
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks, apply_changes
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.prefill import PrefillRole
 from runtime.execute.step.prefill_graphs import Lengths
 from runtime.schedule.config import StepLimits
 from runtime.speculate.synthetic import AnyTokens
 from runtime.speculate.tree import branching
 from tests.dispatch_mode import DispatchMode
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.plant import make_decode_step, make_mixed_step, make_prefill_step, reference_kernels
 from tests.runtime.engine.rig import TINY
 
 META = torch.device("meta")
@@ -105,7 +102,7 @@ class Parts:
 
     def __init__(self, shape: Mapping[str, object]) -> None:
         config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
-        context = ModelContext(SingleRank(), ReferenceKernels(), torch.bfloat16)
+        context = ModelContext(SingleRank(), reference_kernels(), torch.bfloat16)
         with META:
             model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
         self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
@@ -115,7 +112,7 @@ class Parts:
         limits = StepLimits(8, 16, BLOCK, 8 * BLOCK - 1)
         sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
         parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
-        self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
+        self.decode, self.prefill = make_decode_step(parts), make_prefill_step(parts)
         self._parts = parts
 
     def with_windows(self, make: MakeProposer, tree: int) -> RoleParts:
@@ -177,7 +174,7 @@ def test_windows_beside_chunks(
     shape: Mapping[str, object], make: MakeProposer, tree: int, features: SamplingVariant
 ) -> None:
     parts = Parts(shape)
-    role = MixedWindowRole(parts.with_windows(make, tree))
+    role = make_mixed_step(parts.with_windows(make, tree))
     tokens, rows = integers(20 + 2 * role.row_tokens), integers(4)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
