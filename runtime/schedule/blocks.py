@@ -28,8 +28,8 @@ class BlockPool:
 
     A published block is found by (prefix id of the blocks before it, its exact token ids): contents are compared, not
     hashed down, so two prompts can never collide. Prefix ids are given in order of publishing and never reused.
-    A block is trusted once a token has landed that was drawn over its contents: before, they may hold NaN.
-    ``snapshots``: of the state behind published blocks, for models that keep some; a forgotten block loses its own.
+    A block is trusted once a token that was sampled over its contents has landed: before, it may hold NaN.
+    ``snapshots``: of recurrent state after published blocks; a block that leaves the index loses its snapshot.
     """
 
     def __init__(self, count: int, block_size: int, snapshots: SnapshotPool | None = None) -> None:
@@ -38,7 +38,7 @@ class BlockPool:
         self._snapshots = snapshots
         self.refs = [0] * (count + 1)
         self._fenced_refs = [0] * (count + 1)
-        self.soon_free = 0  # blocks whose every reference waits behind a fence
+        self.soon_free = 0  # blocks whose every reference waits for a fence
         self._free = list(range(count, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fence: Fence[int] = Fence()
@@ -73,7 +73,7 @@ class BlockPool:
     # ---- prefix index ----
 
     def key_of(self, token_ids: Sequence[int], index: int, parent: int) -> tuple[int, bytes]:
-        """What block ``index`` of ``token_ids`` is found by, behind the blocks of prefix id ``parent``."""
+        """Index key of block ``index`` of ``token_ids``, after the blocks of prefix id ``parent``."""
         size = self.block_size
         return parent, packed(token_ids[index * size : (index + 1) * size]).tobytes()
 
@@ -94,7 +94,7 @@ class BlockPool:
         return found
 
     def idle_among(self, blocks: Sequence[int]) -> int:
-        """How many of these count as free now and would stop doing so when shared."""
+        """How many of these count as free now and would not when shared."""
         return sum(1 for block in blocks if self.refs[block] == 0)
 
     def share(self, blocks: Sequence[int]) -> int:
@@ -115,7 +115,7 @@ class BlockPool:
         ``parent`` is that of the block before it, ROOT for the first: the prefix id that this returned for that one.
         Where equal contents are findable already, that block stays the one to find and this one stays private.
 
-        ``snapshot``: a row that was taken for the state behind it. The block takes the place of an equal one that has
+        ``snapshot``: a row that was taken for the state after it. The block takes the place of an equal one that has
         none, with its prefix id, so that a snapshot and its block come from the same steps: what breaks, breaks both.
         Where the equal one has a snapshot, the row is given back.
         """
@@ -143,19 +143,19 @@ class BlockPool:
         self._prefix_id[block] = prefix_id
 
     def prefix_id(self, block: int) -> int:
-        """What a successor of ``block``, which is findable, continues."""
+        """Prefix id of the findable ``block``, the parent of its successors."""
         return self._prefix_id[block]
 
     def has_snapshot(self, block: int) -> bool:
-        """Whether the state behind ``block`` was kept."""
+        """Whether the recurrent state after ``block`` was saved."""
         return self._snapshots is not None and self._snapshots.find(block) != NO_SNAPSHOT
 
     def findable(self, block: int) -> bool:
-        """Whether a lookup of its contents leads to it."""
+        """Whether ``block`` is in the prefix index."""
         return self._key[block] is not None
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """From now on these are not found; what was published behind them is out of reach with them."""
+        """Remove these from the prefix index; blocks published after them become unreachable too."""
         for block in blocks:
             key = self._key[block]
             if key is not None:
@@ -165,12 +165,12 @@ class BlockPool:
                     self._snapshots.drop(block)
 
     def trust(self, blocks: Sequence[int]) -> None:
-        """A token has landed that was drawn over the contents of all of these."""
+        """A token that was sampled over the contents of all of these has landed."""
         for block in blocks:
             self._trusted[block] = True
 
     def untrusted(self, blocks: Sequence[int]) -> set[int]:
-        """Those of ``blocks`` that no token which has landed was drawn over."""
+        """Those of ``blocks`` over which no landed token was sampled."""
         return {block for block in blocks if not self._trusted[block]}
 
     # ---- giving back ----

@@ -1,6 +1,6 @@
 """How many tokens a mixed step may have: the tables at work, and how they are made from measured times.
 
-Knows: numbers of tokens, and times that somebody measured before the first step. Does not know: clocks, requests,
+Knows: numbers of tokens, and times that were measured before the first step. Does not know: clocks, requests,
 which prompts get the tokens (shares.py).
 """
 
@@ -14,11 +14,11 @@ from runtime.schedule.config import MixedSteps
 
 # ---- at work ----
 
-NO_BOUND = 1 << 40  # tokens of a step that nobody's rows wait for
+NO_BOUND = 1 << 40  # tokens of a step for which no decode row waits
 
 
 class TokenBudget:
-    """Looks a step up in ``mixed``. ``most_chunk_tokens``: of all chunks of a step, whatever the tables say."""
+    """Looks a step up in ``mixed``. ``most_chunk_tokens``: limit for all chunks of a step."""
 
     def __init__(self, mixed: MixedSteps, most_chunk_tokens: int) -> None:
         self._buckets = mixed.buckets
@@ -40,12 +40,12 @@ class TokenBudget:
     def chunk_tokens(
         self, rows: int, kv_tokens: int, row_tokens: int, waiting_tokens: int, stride: int = 1, room: int = NO_BOUND
     ) -> int:
-        """Tokens for the chunks of a step beside ``rows`` rows of ``row_tokens`` that hold ``kv_tokens`` at most.
+        """Tokens for the chunks of a step with ``rows`` decode rows of ``row_tokens`` and at most ``kv_tokens`` of KV.
 
-        As many as fill the largest bucket within the budget, which is ``room`` at most; where ``waiting_tokens`` of
-        prompts are few, as many as fill the smallest bucket that holds enough of them: ``stride`` times as many as
-        where every step has chunks. At least one, and at least up to the next bucket: prompts advance in each such
-        step, however little the budget is.
+        As many as fill the largest bucket within the budget, which is at most ``room``. If ``waiting_tokens`` of
+        prompts are few, as many as fill the smallest bucket that holds enough of them, ``stride`` times as many as
+        if every step had chunks. At least one, and at least up to the next bucket: prompts advance in each such
+        step, however small the budget is.
         """
         decoding = rows * row_tokens
         total = min(self._most_total(decoding, rows, kv_tokens), room)
@@ -56,23 +56,23 @@ class TokenBudget:
         return min(max(self.floor(total), self.bucket(decoding + 1)) - decoding, self._most_chunk_tokens)
 
     def prefill_tokens(self, room: int) -> int:
-        """Tokens for the chunks of a step that no row decodes in, but that rows elsewhere may have to wait for."""
+        """Tokens for the chunks of a step without decode rows, for which rows of other groups may have to wait."""
         least = self._buckets[0] if self._buckets else 1
         return min(self._most_chunk_tokens, max(self.floor(room), least))
 
     def most_beside(self, decoding: int) -> int:
-        """Tokens that chunks beside ``decoding`` others may have, whatever such a step takes."""
+        """Most chunk tokens of a step with ``decoding`` other tokens, whatever its time."""
         room = self._buckets[-1] - decoding if self._buckets else self._most_chunk_tokens
         return min(room, self._most_chunk_tokens)
 
     def step_room(self, rows: int, kv_tokens: int) -> int:
-        """Tokens that a step with chunks beside ``rows`` decode rows may have; windows may take a share of them."""
+        """Tokens of a mixed step with ``rows`` decode rows; draft windows may use a part of them."""
         return self._most_total(rows, rows, kv_tokens)
 
     @property
     def most_windows(self) -> int | None:
-        """Tokens that windows beside chunks may have, so that the largest bucket has room for a prompt, too; None
-        without buckets."""
+        """Most tokens of draft windows in a mixed step that leave the largest bucket room for a prompt; None without
+        buckets."""
         return self._buckets[-1] - 1 if self._buckets else None
 
     def _most_total(self, decoding: int, rows: int, kv_tokens: int) -> int:
@@ -104,13 +104,10 @@ def _entry(limits: Sequence[int], number: int) -> int:
 
 # ---- made ----
 
-LONGEST = (
-    7.0  # a mixed step takes at most so many times as long as what every step costs whatever it holds, its reads of
-)
-#                the weights above all, so that this is at most a seventh of it
-SLOWDOWN = 2.0  # or, where that is more, so many times as long as the decode step in whose place it comes
+LONGEST = 7.0  # a mixed step takes at most so many times the fixed cost of a step (reads of weights above all)
+SLOWDOWN = 2.0  # or, if that is more, so many times as long as the decode step that it replaces
 CALM_SLOWDOWN = 1.5  # the same, while few prompt tokens wait
-CHEAPER = 0.8  # larger chunks are worth it while few wait, where a token of them costs at most so much of one of these
+CHEAPER = 0.8  # larger chunks are worth it while few wait, if a token of them costs at most so much of one of these
 LEAST_CHUNK = 16  # tokens of prompts in a mixed step, where even fewer would miss the target
 
 # (total tokens, ms) of forward passes, ascending in both
@@ -147,9 +144,9 @@ def budget_table(
 def calm_table(step_ms: Times, rows: Sequence[int], slowdown: float = CALM_SLOWDOWN) -> tuple[tuple[int, int], ...]:
     """MixedSteps.calm from the same times: chunk tokens of a step that takes ``slowdown`` times its decode step.
 
-    Or more, where more cost clearly less each: a dense model's tokens are cheapest while the weights' reads hide them,
-    so that a prompt in pieces beside few rows costs least; a mixture of experts' are in large steps, which share what
-    was read of each expert.
+    Or more, if larger chunks cost clearly less per token: a dense model's tokens are cheapest while reads of weights
+    hide them, so small chunks with few decode rows cost least; those of a mixture of experts are cheapest in large
+    steps, which share the reads of each expert.
     """
     times = _rising(step_ms)
     table = []
@@ -163,15 +160,15 @@ def calm_table(step_ms: Times, rows: Sequence[int], slowdown: float = CALM_SLOWD
 
 
 def _fixed_ms(times: Times) -> float:
-    """What every step costs whatever it holds: the smallest one's time, or of others what is beyond the price of their
-    tokens in the largest. For a mixture of experts that is more: few tokens read few experts, some hundred read all.
+    """Fixed cost of a step in ms: the smallest step's time, or more if a larger step exceeds the price of its tokens in
+    the largest. For a mixture of experts that is more: few tokens read few experts, some hundred read all.
     """
     most, most_ms = times[-1]
     return max(times[0][1], *(ms - tokens * most_ms / most for tokens, ms in times))
 
 
 def _rising(step_ms: Times) -> list[tuple[int, float]]:
-    """The same, without dips: that more tokens took less time promises nothing."""
+    """The same, without dips: more tokens never take less time."""
     slowest = 0.0
     return [(tokens, slowest := max(slowest, ms)) for tokens, ms in step_ms]
 

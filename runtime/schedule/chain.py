@@ -1,4 +1,4 @@
-"""The chain: the steps in flight, and what tells a live row from a ghost.
+"""The chain: the steps in flight, and what distinguishes a live row from a ghost.
 
 Knows: the order of launched steps, and how a sequence moves along the transition table (states.py). Does not know: how
 rows are chosen (planner.py).
@@ -70,7 +70,7 @@ class Chain:
         self.real += flight.plan is not None
 
     def land(self, step: int) -> Flight:
-        """Take the oldest flight off. Raises ChainError where ``step`` is not it."""
+        """Remove the oldest flight. Raises ChainError if ``step`` is not it."""
         if not self._flights or self._flights[0].step != step:
             due = self._flights[0].step if self._flights else "nothing"
             raise ChainError(f"step {step} cannot land: next to land is {due}")

@@ -30,10 +30,10 @@ class StepLimits:
 
     The scheduler and the executor of a rank hold the same value, and so do all ranks; but the executor's ``depth`` is
     the deepest that may be chosen, where the chain depth is measured once graphs are there. ``rows`` sequences prefill
-    or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is seated while the last
+    or decode at once. ``slots`` is larger (twice as many are plenty), so that a successor is admitted while the last
     tokens of its predecessor are in flight. ``block_size`` is tokens a KV block. ``max_model_len``: tokens of a prompt
     and its answer together. ``depth`` is the chain depth D. ``width`` is the largest W of any step. ``tree``: tokens of
-    a draft tree, root included, of which a row may gain up to W; 0 where windows are chains.
+    a draft tree, root included, of which a row may append up to W; 0 for chains.
     ``max_prefill_tokens`` is the most that the chunks of one step hold together. Raises ValueError for a value outside
     LIMIT_RANGES, and for fewer slots than rows.
     """
@@ -59,7 +59,7 @@ class StepLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks that one sequence may hold: its last step writes a window behind the last token but one."""
+        """Blocks that one sequence may hold: its last step writes a draft window after the last token but one."""
         return -(-(self.max_model_len + self.window) // self.block_size)
 
     @property
@@ -68,12 +68,12 @@ class StepLimits:
         return self.tree or self.width
 
     def row_tokens(self, width: int) -> int:
-        """That a row which decodes has in a step of ``width``: so many, or a whole tree where there are trees."""
+        """Tokens of a decode row in a step of ``width``: so many, or a whole draft tree."""
         return self.window if width > 1 and self.tree else width
 
     @property
     def tokens_ahead(self) -> int:
-        """KV entries that steps in flight together may write behind those landed: what is reserved before a row runs.
+        """KV entries that steps in flight together may write after those landed: what is reserved before a row runs.
         W for each step but the last, which writes its whole window.
         """
         return self.depth * self.width + self.window
@@ -96,14 +96,14 @@ class MixedSteps:
     ``calm``: (decode rows up to, tokens of all chunks), looked up in the same way. While few prompt tokens wait, a step
     takes no more than these; while many wait, of the budget, what fills a bucket with the ``drain_steps``-th part of
     them. Without any, a step takes all that the budget allows. budget.py makes both tables from measured times.
-    ``long_prompt``: prompts of more tokens wait in a lane of their own, where shorter ones may pass them while one
-    before them is prefilled, and count as so many tokens of those that wait. ``costly_prefix``: behind so many tokens
-    of its own prompt a chunk's token counts as two of the budget, since its attention costs as much as its products
-    (0: all count as one). ``tile``: attention takes so many tokens of a chunk at once, and ``wave`` such tiles of all
-    chunks at the same time, so behind long prefixes chunks are cut to fill whole waves (shares.py; 0: they are not).
-    ``stride``: while so few prompt tokens wait that one step may take them all, chunks come beside decode rows only in
-    steps whose number it divides, and then of ``stride`` times as many tokens. Groups that share experts pad their
-    steps to the longest one's; so chunks of all groups come together, and cost one long step instead of two.
+    ``long_prompt``: longer prompts (in tokens) wait in a separate queue class, where shorter ones may pass them while
+    an earlier one prefills, and count as so many waiting tokens. ``costly_prefix``: prefix length at which a chunk's
+    token counts as two of the budget, since its attention costs as much as its GEMMs (0: all count as one). ``tile``:
+    tokens of a chunk that attention processes at once; ``wave``: such tiles of all chunks that run at the same time.
+    Chunks after long prefixes are cut to fill whole waves (shares.py; 0: they are not).
+    ``stride``: while so few prompt tokens wait that one step may take them all, chunks join decode rows only in steps
+    whose number it divides, with ``stride`` times as many tokens. Groups that share experts pad their steps to the
+    longest one's; so chunks of all groups come together, and cost one long step instead of two.
 
     The numbers are data: rank 0 measures and shares them, and the digest holds them, so ranks that differ are found
     out at the first step. Raises ValueError for numbers that do not ascend, or are not positive.
@@ -148,7 +148,7 @@ class MixedSteps:
 
     @property
     def long_prefix(self) -> int:
-        """Behind so many tokens a chunk's attention takes a third of its time or more: filling waves pays."""
+        """Prefix length from which a chunk's attention takes a third of its time or more: filling waves pays."""
         return max(1, self.costly_prefix // 2)
 
 
@@ -158,7 +158,7 @@ class SnapshotPolicy:
 
     ``count``: snapshots there is memory for. ``interval``: a prompt's chunk ends at every so many blocks, to leave one
     there (0: nowhere but at the last full block, and where the KV that others left ends). ``worth``: tokens that a
-    snapshot must lie behind the one before it, since each costs its prompt a step. Raises ValueError for others.
+    snapshot must lie after the one before it, since each costs its prompt a step. Raises ValueError for others.
     """
 
     count: int
@@ -188,9 +188,9 @@ class SchedulerConfig:
     """What plans depend on besides events and results, the same on every rank.
 
     ``blocks`` counts usable KV blocks, without the trash block. ``widths`` are the widths W of decode steps in tokens a
-    row, taken in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
+    row, used in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
     ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
-    run in the steps of the decode rows. None: in steps of their own, at most ``prefill_burst`` in a row while others
+    run in the steps of the decode rows. None: in separate steps, at most ``prefill_burst`` in a row while others
     decode. ``max_waiting``: requests that may queue. ``speculation``: decode and mixed steps have its width or
     1, as speculation.py decides; ``widths`` count for nothing then. ``max_sessions``: sessions there may
     be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond

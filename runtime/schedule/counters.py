@@ -34,11 +34,11 @@ class ScheduleCounters:
     ``mixed_prompt_tokens``: tokens of their chunks. ``mixed_padded_tokens``: what was added to them up to a bucket.
 
     Requests: ``finished`` by FinishReason label; every request that was submitted ends in exactly one of them.
-    ``cancels``: requests ended by a Cancel event, because somebody asked (``finished{cancelled}``) or because the host
+    ``cancels``: requests ended by a Cancel event, because a caller asked (``finished{cancelled}``) or because the host
     found a stop string (``finished{stop}``). ``pauses``, ``resumes``: events that changed something; a second Pause of
     a paused request does not. ``admissions``: requests that were given a slot; after an eviction once more.
     ``deferred_admissions``: attempts to admit the head of the queue that failed for want of blocks or a slot. The next
-    attempt is made when blocks came back, or somebody paused, so that a long wait counts several times.
+    attempt is made when blocks came back, or a request paused, so that a long wait counts several times.
 
     Prompts, in tokens: ``prefill_tokens`` were computed. ``prefix_query_tokens`` were looked up in the prefix index, of
     which ``prefix_hit_tokens`` were there or came in time, so that they were not computed. ``prefix_waits``: blocks
@@ -50,16 +50,16 @@ class ScheduleCounters:
     ``snapshot_evictions``: those that gave way to others. ``snapshot_missed_tokens``: known to the prefix index when
     their prompt was begun, and computed again, because their state was not kept.
 
-    Sessions: ``session_parks``: quanta that ended with a session parked. ``session_continues``, ``session_extends``,
-    ``session_forks``: events that were carried out; ``session_refusals``: that were not.
+    Sessions: ``session_parks``: token quotas that ended with a session parked. ``session_continues``,
+    ``session_extends``, ``session_forks``: events that were carried out; ``session_refusals``: that were not.
     ``session_forks_without_copy``: forks that hold nothing yet, for want of room or of a parent that holds something;
     they compute what the prefix index has not. ``session_evictions``: parked sessions that gave up slot and blocks
     (``evictions`` counts them, too); ``session_closes``: that were ended for it.
 
-    Windows, counted when a live row of one lands: ``spec_num_drafts`` rows, ``spec_num_draft_tokens`` tokens proposed,
-    ``spec_num_accepted_tokens`` of them kept; ``spec_accepted_per_position``: how often the first, the second and so on
-    was kept, from 0; ``spec_compared_per_position``: how often it stood behind nothing but kept ones in a row that had
-    not ended, so that it was what the model drew there or was not. Their quotient is the recall@1 of that position.
+    Speculation, counted when a live row of a verification step lands: ``spec_num_drafts`` rows,
+    ``spec_num_draft_tokens`` draft tokens, ``spec_num_accepted_tokens`` of them accepted;
+    ``spec_accepted_per_position``: how often each position, from 0, was accepted; ``spec_compared_per_position``: how
+    often all positions before it were accepted in a row that had not ended. Their quotient is its recall@1.
     """
 
     prefill_steps: int = 0
@@ -109,9 +109,9 @@ class ScheduleCounters:
     _why_void: str = "start"
 
     def proposed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> list[int]:
-        """Rows of a step of windows of ``width`` tokens landed: each gained one more than it kept of those proposed.
-        ``last_gains``: of those of them that ended with it, so that their last token was compared with no guess.
-        Returns how many kept the first guess, the first two, and so on."""
+        """Rows of a verification step of ``width`` landed: each appended one more than its accepted draft tokens.
+        ``last_gains``: of those of them that ended, so that their last token was compared with no draft token.
+        Returns how many rows accepted the first draft token, the first two, and so on."""
         self.spec_num_drafts += len(gains)
         self.spec_num_draft_tokens += (width - 1) * len(gains)
         positions, compared = self.spec_accepted_per_position, self.spec_compared_per_position

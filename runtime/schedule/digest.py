@@ -1,11 +1,11 @@
 """The rolling digest of everything a rank decided: 64 bits that two ranks compare instead of their plans.
 
-Knows: how decisions are folded, and the last few of them, so that a disagreement can be told decision by decision.
+Knows: how decisions are folded, and the last few of them, so that a disagreement can be reported decision by decision.
 Does not know: what a decision means, who compares digests or when (parallel/control).
 
 The digest after decision i is blake2b-64 over (digest after i-1, step, kind, decision), integers packed as
 little-endian int64. It depends on nothing else: not on the process, the hash seed, the Python version or the machine's
-byte order. It is a checksum against accidents, not against somebody who forges plans.
+byte order. It is a checksum against accidents, not against forged plans.
 """
 
 from __future__ import annotations

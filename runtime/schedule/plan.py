@@ -23,8 +23,8 @@ TRASH_BLOCK: Final = 0  # where padding and ghost rows write; requests hold bloc
 class Admit:
     """A new request joins the waiting queue.
 
-    ``quantum`` > 0 makes it a session (sessions.py): after so many tokens it is parked, and goes on when somebody says
-    so. ``keep``: it is parked, not ended, too when its answer is complete, so that more can be said to it.
+    ``quantum`` > 0 makes it a session (sessions.py): it parks after this many tokens and resumes with Continue.
+    ``keep``: it also parks, instead of ending, when its answer is complete, so that Extend can add a turn.
     """
 
     request: Request
@@ -59,9 +59,9 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """A session may generate ``tokens`` more in this turn of its; at most what is left of its budget.
+    """A session may generate ``tokens`` more in this turn, up to its budget.
 
-    ``epoch`` is the session's: how many turns it has had. An older one is refused: it was meant for an earlier turn.
+    ``epoch``: the number of turns that the session has had. An older one is refused, as meant for an earlier turn.
     """
 
     request_id: int
@@ -71,8 +71,8 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """A parked session's next turn: ``token_ids`` are said to it, and it answers with ``max_tokens`` tokens at most, of
-    which ``tokens`` now. All that it knew is its prompt from then on.
+    """A parked session's next turn: append ``token_ids`` and answer with at most ``max_tokens`` tokens, ``tokens`` of
+    them now. All earlier tokens become prompt.
     """
 
     request_id: int
@@ -84,9 +84,9 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A new session ``request_id`` that knows what the parked session ``parent`` knows, and is parked as that is.
+    """A new session ``request_id`` with the tokens and state of the parked session ``parent``; it is parked too.
 
-    ``scored``: it asks for log-probabilities of its tokens even where its parent does not.
+    ``scored``: report log-probabilities of its tokens even if the parent does not.
     """
 
     request_id: int
@@ -134,8 +134,8 @@ class SlotWrite:
 class SlotUpdate:
     """Move the end of a session that holds ``slot``: it ends by length at ``max_length`` tokens from now on.
 
-    ``revive``: it had come to its end on the device, with nothing in flight any more, and goes on. Without, it has not
-    come to its old length: whether it has ended by a stop id is the device's to know, and stays as it is.
+    ``revive``: the device had ended it, none of its steps is in flight, and it resumes. Without ``revive`` it has not
+    reached its old length; if a stop id has ended it on the device, it stays ended.
     """
 
     slot: int
@@ -145,10 +145,10 @@ class SlotUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Prompt tokens whose log-probabilities somebody asked for: those at positions [start, start + len(token_ids)).
+    """Prompt tokens whose log-probabilities were requested: positions [start, start + len(token_ids)).
 
-    Each follows a token of the chunk that carries this, so the last of them may be the next chunk's first. ``top``: so
-    many likely tokens are wanted beside each.
+    Each follows a token of the chunk that carries this, so the last of them may be the next chunk's first. ``top``:
+    number of most likely tokens to report for each.
     """
 
     start: int
@@ -173,9 +173,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """One row without tokens of its own: another answer to a prompt whose last chunk is in the same step.
+    """One row without tokens: another answer to a prompt whose last chunk is in the same step.
 
-    It draws its first token behind that chunk's last one, into ``slot``. ``chunk``: which of the plan's chunks that is.
+    It samples its first token after that chunk's last one, into ``slot``. ``chunk``: index of that chunk in the plan.
     The full blocks of the prompt are in the table of both slots. Where the prompt ends within a block, ``copied`` is
     (that block, the answer's own): once the step has written the one, its contents are copied to the other.
     """
@@ -187,9 +187,9 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """``slot`` begins with what ``source`` holds, before anything else of the step: a session that was forked.
+    """A forked session: ``slot`` starts with what ``source`` holds, copied before anything else of the step.
 
-    Its state in slots is copied. The full blocks of KV are in the table of both; where the tokens with KV end within a
+    Slot state is copied. The full blocks of KV are in the table of both; where the tokens with KV end within a
     block, ``copied`` is (that block, the new slot's own), and its contents are copied, too. Nothing of ``source`` is in
     flight, and no slot or block is source of one copy and target of another.
     """
@@ -203,17 +203,17 @@ class StepPlan(NamedTuple):
     """One step, the same on every rank.
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
-    not change, so that staging can tell by identity. How many rows are launched is no part of the plan (LaunchSpec).
+    not change, so that staging can compare by identity. How many rows are launched is no part of the plan (LaunchSpec).
     ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
     ``slot_writes`` and ``slot_updates``, of other slots, take effect before the step's rows are gathered.
-    ``width``: tokens a row may gain in this step (W), 1 for prefill. A decode row writes W KV entries, from its newest
-    token's position on; it holds blocks for all of them. A row with a chunk gains one token at most, whatever W is.
+    ``width``: tokens a row may append in this step (W), 1 for prefill. A decode row writes W KV entries from its newest
+    token's position on, and holds blocks for all of them. A row with a chunk appends one token at most, whatever W is.
     ``tree``: tokens of the draft tree that each decode row has, and entries that it writes; 0 where its W are a chain.
-    ``chunks``: those of the rows behind the ``decode_rows`` that decode, in order: none in a decode step. ``forks``: of
-    the rows behind these, in order.
-    ``restored``: (snapshot, slot): recurrent state that a slot begins with, in place of none, or goes on with, before
-    the step's rows read it. ``saved``: (slot, snapshot), behind the step: the state of a row whose chunk ends with a
-    block. The device reads and writes snapshots in the order of steps.
+    ``chunks``: those of the rows after the first ``decode_rows``, in order: none in a decode step. ``forks``: those of
+    the rows after these, in order.
+    ``restored``: (snapshot, slot): recurrent state copied into a slot before the step's rows read it. ``saved``: (slot,
+    snapshot): state copied after the step, of a row whose chunk ends with a block. The device reads and writes
+    snapshots in the order of steps.
     ``copies``: of sessions that were forked; each has a slot write that ``resumes``. A plan may have these alone, as a
     decode step without rows.
     """
@@ -235,7 +235,7 @@ class StepPlan(NamedTuple):
 
     @property
     def decode_rows(self) -> int:
-        """Rows that decode; they come first."""
+        """Number of decode rows; they come first."""
         return len(self.slots) - len(self.chunks) - len(self.forks)
 
     def draws(self, row: int) -> bool:
@@ -250,12 +250,12 @@ class StepPlan(NamedTuple):
 
     @property
     def row_tokens(self) -> int:
-        """Of a row that decodes, that go through the model: W, or its whole tree."""
+        """Tokens of a decode row that go through the model: W, or its whole tree."""
         return self.tree or self.width
 
     @property
     def packed_tokens(self) -> int:
-        """That go through the model, of rows that decode and of chunks."""
+        """Tokens of decode rows and chunks that go through the model."""
         return self.decode_rows * self.row_tokens + self.prefill_tokens
 
     @property
@@ -270,7 +270,7 @@ class StepResult(NamedTuple):
     ``tokens`` is row-major, [rows, width] with the plan's width; of row i the first ``counts[i]`` are meant. The others
     mean nothing, but are the same on every rank, because the digest folds them. A row masked on the device (ghost) or
     without output (a prefill chunk that is not the last) has count 0. A live row of a decode step has 1 to width; with
-    0 it gained nothing and goes on. ``finish[i]`` is a FinishReason value. ``logprobs`` and ``prompt_logprobs`` are
+    0 it appended nothing and continues. ``finish[i]`` is a FinishReason value. ``logprobs`` and ``prompt_logprobs`` are
     opaque to the scheduler: they travel to the outputs with their row index. ``prompt_logprobs`` has an entry a row
     where any row's chunk is ``scored``, else it is None.
     """
@@ -290,7 +290,7 @@ class StepResult(NamedTuple):
 class Finished:
     """A request ended: all its generated token ids, in order, and why.
 
-    ``rounds``: windows that it was a live row of; ``accepted``: tokens proposed in them that were kept.
+    ``rounds``: verification steps that it was a live row of; ``accepted``: draft tokens accepted in them.
     """
 
     request_id: int
@@ -303,8 +303,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A session's quantum is over and nothing of it is in flight. ``reason``: NONE where its budget is not spent, STOP
-    and LENGTH where its answer is complete. ``tokens``: of this turn's answer so far.
+    """A session used up its token quota and none of its steps is in flight. ``reason``: NONE if its budget is not
+    spent, STOP or LENGTH if its answer is complete. ``tokens``: of this turn's answer so far.
     """
 
     request_id: int
@@ -324,7 +324,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A parked session gave up what it held: its next quantum computes ``tokens`` tokens again."""
+    """A parked session gave up slot and blocks: its next token quota recomputes ``tokens`` tokens."""
 
     request_id: int
     tokens: int
@@ -336,9 +336,9 @@ Notice = Parked | Refused | Evicted
 class StepOutput(NamedTuple):
     """What one landed step (or one submitted event) means to callers: columns, one entry a row.
 
-    ``request_ids[i]`` gained ``counts[i]`` tokens, ``tokens[i*width : i*width+counts[i]]``. An id of -1 marks a ghost
-    row: whatever its count says, nobody gained anything. ``finished`` holds the requests that ended, each exactly once.
-    ``notices``: what befell sessions, in order, behind the tokens.
+    ``request_ids[i]`` appended ``counts[i]`` tokens, ``tokens[i*width : i*width+counts[i]]``. An id of -1 marks a ghost
+    row: its tokens are dropped, whatever its count. ``finished`` holds the requests that ended, each exactly once.
+    ``notices``: session notifications, in order, to be delivered after the tokens.
     """
 
     step: int

@@ -1,27 +1,26 @@
 """The planner: which rows make the next step.
 
-Knows: admission, chunks of prompts, decode rows, widths of steps, and what the device must be told of them.
+Knows: admission, prefill chunks, decode rows, widths of steps, and what the plan must report to the device.
 Does not know: events, results, or how requests get and return what they hold (resources.py).
 
 Policy, in one place:
-  * With mixed steps (``config.mixed``) all rows that decode are in every step. Chunks of prompts ride with them, up to
-    the token budget of the step (budget.py), and fill its bucket while enough prompt tokens wait; shares.py says whose.
-    Where no row decodes, a prefill step takes ``max_prefill_tokens``. Prompts whose tokens are scored are computed
-    kernel by kernel, so decode rows do not wait for them twice in a row: they have prefill steps of their own, with the
-    budget of the mixed step that they take the place of, and before the next one comes a step of the decode rows.
-    Groups that share experts have their few chunks in the same steps (``MixedSteps.stride``), and a step is as long as
-    the longest of theirs, so the budget is that of the group whose rows may wait the shortest (``room``).
+  * With mixed steps (``config.mixed``) every step has all decode rows. Prefill chunks join them, up to the token budget
+    of the step (budget.py), and fill its bucket while enough prompt tokens wait; shares.py says whose. Without decode
+    rows a prefill step takes ``max_prefill_tokens``. Scored prompts run without graphs, in separate prefill steps with
+    the budget of the mixed step that they replace; a step of the decode rows comes between two of them.
+    Groups that share experts have their few chunks in the same steps (``MixedSteps.stride``). A step is as long as the
+    longest of theirs, so the budget is the smallest of all groups (``room``).
   * Without, a step is a prefill step or a decode step. While rows are decoding, at most ``prefill_burst`` prefill steps
     run in a row, so that neither side starves.
   * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
-    a running request, and waits while any request is stalled. With mixed steps, whoever would get no tokens of the step
-    holds no blocks for it: a long prompt behind another one waits on, and a shorter one, or one of the other kind
-    (scored or not), passes it. Nobody passes whoever is due and does not fit.
-  * The last chunk of a prompt takes the other answers to it along (forks), as many as there are rows, slots and blocks
-    for. Rows are kept for them from when the prompt is seated, unless it is a long one. Who is left out queues again.
+    a running request, and waits while any request is stalled. With mixed steps a request that would get no tokens of
+    the step is not admitted: a long prompt waits for the one before it, and shorter prompts, or those of the other kind
+    (scored or not), pass it. No request passes one that is due and does not fit.
+  * The last chunk of a prompt forks the other answers to it, as many as there are rows, slots and blocks for. Rows are
+    kept for them from the prompt's admission on, unless it is a long one. Answers left out queue again.
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
     those could not be enough does a parked session give up its blocks, or else the last in line (recompute).
-  * A session that goes on (sessions.py) is stalled until there is a row and room, so it comes before whoever waits.
+  * A resumed session (sessions.py) is stalled until there is a row and room, so it comes before the queue.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from runtime.schedule.states import State, Trigger
 
 NEVER = -2  # no step's number, nor that of the one before a step
 PREFILL_WIDTH = 1  # the last chunk of a prompt yields one token
-MOST_TOLD_BLOCKS = 4096  # of prompts seated for one step, or a little more: their tables take every rank's host some ms
+MOST_TOLD_BLOCKS = 4096  # of prompts admitted in one step, or a little more: their tables cost the host some ms
 NOBODY = (-1, -1)
 _GROWING = (State.PREFILL, State.DECODE, State.STALLED, State.DRAINING)
 
@@ -63,8 +62,8 @@ class Planner:
         self._burst = 0  # prefill steps in a row
         self._mixed = config.mixed
         self._budget = TokenBudget(config.mixed or MixedSteps(), config.limits.max_prefill_tokens)
-        self.room = NO_BOUND  # tokens that the next step may have for the sake of decode rows of any group
-        self._scored_step = NEVER  # the latest step with chunks, if rows that decode waited for its scored prompts
+        self.room = NO_BOUND  # tokens that the next step may have because of decode rows of any group
+        self._scored_step = NEVER  # the latest step with chunks, if decode rows waited for its scored prompts
         self._refused = NOBODY  # (request, room_version) of the last admission that did not fit
         self._fits_from = (*NOBODY, 0)  # (request, idled, what it may fit from on) of the same one (_room_at_most)
         self._slot_writes: list[SlotWrite] = []
@@ -106,7 +105,7 @@ class Planner:
         return planned
 
     def _together(self, mixed: MixedSteps) -> Planned | None:
-        """All rows that decode, and chunks beside them. Rows of a prompt's last chunk decode from the next step on."""
+        """All decode rows, and chunks. Rows of a prompt's last chunk decode from the next step on."""
         rows_decode = self._ready_rows()
         prompts_wait = self._prefilling or (self.resources.waiting and self._row_free)
         if not rows_decode:
@@ -139,13 +138,13 @@ class Planner:
         return self._mixed_step(width, cut)
 
     def _stride(self, mixed: MixedSteps, room: int) -> int:
-        """Of so many steps one has chunks: ``room`` is what a step may take of all that waits."""
+        """One of so many steps has chunks; ``room``: tokens that a step may take of all that wait."""
         if mixed.stride == 1 or self._waiting_tokens(self.limits.max_model_len) > room:
             return 1
         return mixed.stride
 
     def _scored_prompts(self, tokens: int) -> Planned | None:
-        """Chunks of those alone; rows that decode wait."""
+        """A step with chunks of scored prompts only; decode rows wait."""
         planned = self._prefill_step(self._cut_shares(tokens, scored=True))
         if planned is not None:
             self._scored_step = self.resources.chain.step
@@ -153,9 +152,9 @@ class Planner:
 
     @property
     def room_for_rows(self) -> int:
-        """Tokens that a step may have for the sake of the rows that decode from now on, NO_BOUND where there are none.
+        """Tokens that a step may have because of the current decode rows; NO_BOUND without any.
 
-        To be asked behind a plan: rows whose last chunk it has are among them.
+        Ask after a plan: rows whose last chunk it has are among them.
         """
         rows = self._decoding.values()
         if self._mixed is None or not rows:
@@ -195,8 +194,8 @@ class Planner:
     def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
         """The next chunks, of ``tokens`` together, of scored prompts, of the others, or (None) of all.
 
-        ``beside`` so many tokens of decode rows, whose wait the budget bounds, a token behind a long prefix counts more
-        than one. What fills the bucket then is for nothing, unless it would begin a wave of attention.
+        With ``beside`` tokens of decode rows, whose wait the budget bounds, a token after a long prefix counts more
+        than one. Tokens that then fill the bucket are free, unless they would start a wave of attention.
         """
         costly_prefix = self._mixed.costly_prefix if self._mixed is not None and beside else 0
         ours = [s for s in self._prefilling.values() if scored is None or s.scoring is scored]
@@ -216,7 +215,7 @@ class Planner:
         return rows, chunks
 
     def _in_waves(self, mixed: MixedSteps, shares: dict[SequenceState, int], beside: int) -> dict[SequenceState, int]:
-        """``shares`` whose chunks behind long prefixes fill waves of attention, in the nearer of two buckets."""
+        """``shares`` whose chunks after long prefixes fill waves of attention, in the nearer of two buckets."""
         long = [sequence for sequence in shares if sequence.prefilled >= mixed.long_prefix]
         most = max(sum(shares.values()), self._budget.most_beside(beside))
         shares = whole_waves(shares, long, mixed.tile, mixed.wave, most)
@@ -230,9 +229,9 @@ class Planner:
     def _seat_whoever_gets_a_share(
         self, prefills: list[SequenceState], tokens: int, scored: bool | None, costly_prefix: int
     ) -> None:
-        """Seat waiting prompts and append them to ``prefills``, as long as tokens of this step are left for them.
+        """Admit waiting prompts and append them to ``prefills``, as long as tokens of this step are left for them.
 
-        It ends at one who would get tokens of the other kind's next step, so that neither kind takes the other's room.
+        It ends at a prompt that would get tokens of the other kind's next step, so neither kind takes the other's room.
         """
         wanted = sum(cost(sequence, in_one_step(sequence), costly_prefix) for sequence in prefills)
         others = [s for s in self._prefilling.values() if s.scoring is not scored]
@@ -254,9 +253,9 @@ class Planner:
                 wanted += in_one_step(candidate)
 
     def _waiting_tokens(self, long_prompt: int) -> int:
-        """Prompt tokens that are to be prefilled, of those who have a row and, on average, of those there is one for.
+        """Prompt tokens to prefill, of sequences with a row and, on average, of waiting ones that a row is free for.
 
-        Long prompts count as ``long_prompt``: what matters is how many wait, more than how much one of them brings.
+        Long prompts count as ``long_prompt``: the number of waiting prompts matters more than the length of one.
         """
         seated = sum(min(remaining(sequence), long_prompt) for sequence in self._prefilling.values())
         waiting, rows = self.resources.waiting, self.limits.rows - len(self._prefilling) - len(self._decoding)
@@ -272,7 +271,7 @@ class Planner:
 
     @property
     def _row_to_give(self) -> bool:
-        """To somebody who waits in the queue."""
+        """Whether a row is free for a request in the queue."""
         return self._rows_taken + self.resources.kept_rows < self.limits.rows
 
     def _admit_next(self) -> SequenceState | None:
@@ -303,22 +302,22 @@ class Planner:
 
     @property
     def _room_at_most(self) -> int:
-        """Grows by at least one for each block by which a prompt that did not fit comes nearer to it, so that a long
-        one, most of which is cached, is not looked up for each block that comes back. Not where more can change at
-        once: the state behind its blocks is found, too, or they are trusted, or somebody idle can be evicted.
+        """Grows by at least one for each block that a refused prompt gets nearer to fitting, so that a long cached
+        prompt is not looked up for each block that comes back. Not used where more can change at once: a snapshot
+        after its blocks is found, they become trusted, or an idle request can be evicted.
         """
         pool = self.resources.pool
         return pool.drops + pool.entered - self._spare_blocks
 
     @property
     def _spare_blocks(self) -> int:
-        """Left to running rows, to grow. Where there are none, nobody would use them."""
+        """Blocks left to running rows, to grow; 0 without any."""
         by_state = self.resources.by_state
         grows = any(by_state[state] for state in _GROWING)
         return 1 + self.config.blocks // 100 if grows else 0
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
-        """The head is ``short`` blocks, or a slot, short. What is fenced is free soon, and running rows end by
+        """The head is ``short`` blocks, or a slot, short. Fenced blocks are free soon, and running rows end by
         themselves; a paused request may never end, so it is evicted.
         """
         resources = self.resources
@@ -333,7 +332,7 @@ class Planner:
                 self._fits_from = (sequence.request.request_id, resources.idled, self._room_at_most + short)
 
     def _goes_on(self, sequence: SequenceState) -> bool:
-        """Whether a chunk of it may be cut. Not where another prompt is writing what it would compute (sharing.py)."""
+        """Whether a chunk of it may be cut: not while another prompt writes what it would compute (sharing.py)."""
         resources = self.resources
         resources.look_again(sequence)
         return resources.sharing.goes_on(sequence, resources.chain.step)
@@ -382,14 +381,14 @@ class Planner:
         resources.leave_out(prompt)
 
     def _with_forked(self, rows: list[SequenceState]) -> list[SequenceState]:
-        """All rows behind those that decode: ``rows``, which have chunks, and those of forks."""
+        """All rows after the decode rows: ``rows``, which have chunks, and those of forks."""
         forked, self._forked = self._forked, []
         return rows + forked
 
-    # ---- sessions that were told more ----
+    # ---- extended sessions ----
 
     def _seat_extended(self) -> None:
-        """Those that hold a slot and have new tokens: as many as there are rows and blocks for, prefill them."""
+        """Start prefill of extended sessions that hold a slot, as many as there are rows and blocks for."""
         resources = self.resources
         for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
             session = sequence.session
@@ -407,7 +406,7 @@ class Planner:
 
     def _width(self) -> int:
         """W of the decode step being planned: a function of agreed events and landed results, as all plans are, and
-        never above ``limits.width``, which blocks are reserved for. To be asked once a decode step.
+        never above ``limits.width``, which blocks are reserved for. Call once per decode step.
         """
         if self.speculation is not None:
             return self.speculation.width(len(self._rows))
@@ -415,12 +414,12 @@ class Planner:
         return widths[self._decode_steps % len(widths)]
 
     def _ready_rows(self) -> bool:
-        """Bring the rows that decode up to date: who may join, who drains, who gets blocks. False: there are none."""
+        """Update the decode rows: which join, which drain, which get blocks. False: there are none."""
         resources, decoding = self.resources, self._decoding
         for sequence in sorted(self._stalled.values(), key=lambda stalled: stalled.room_order):
             session = sequence.session
             if sequence.state is not State.STALLED or (session is not None and session.extends):
-                continue  # it was the victim of one before it; or it is to prefill
+                continue  # evicted for one before it; or it is to prefill
             if not self._row_free or not resources.reserve(sequence):
                 break
             resources.move(sequence, Trigger.GOT_ROOM)
@@ -437,13 +436,13 @@ class Planner:
         return self._decode_step() if self._ready_rows() else None
 
     def _decode_step(self) -> Planned:
-        """The rows that ``_ready_rows`` collected, and nothing else."""
+        """A decode step of the rows that ``_ready_rows`` collected."""
         width = self._width()
         self._advance_rows(width)
         return self._step_plan(StepKind.DECODE, self._row_slots, self._row_epochs, width), self._rows
 
     def _mixed_step(self, width: int, cut: Cut) -> Planned:
-        """``cut`` behind the rows that ``_ready_rows`` collected; a decode step where nothing was cut."""
+        """The rows that ``_ready_rows`` collected, then ``cut``; a decode step if nothing was cut."""
         chunk_rows, chunks = cut
         if not chunks:
             return self._decode_step()
@@ -475,7 +474,7 @@ class Planner:
         resources, decoding = self.resources, self._decoding
         waking = [s for s in decoding.values() if s.planned_tokens >= s.wake_at]
         for sequence in waking:
-            if sequence.state is State.DECODE:  # it may just have been somebody's victim
+            if sequence.state is State.DECODE:  # it may just have been evicted
                 self._wake(sequence)
         if waking:
             resources.reserve_ahead(decoding.values())
@@ -491,7 +490,7 @@ class Planner:
             self.resources.move(sequence, Trigger.OUT_OF_BLOCKS)
 
     def _collect_rows(self) -> None:
-        """The tuples keep their identity until membership changes, so that staging can tell by it (StepPlan.slots)."""
+        """The tuples keep their identity until membership changes, which staging checks (StepPlan.slots)."""
         resources = self.resources
         self._rows = tuple(self._decoding.values())
         self._row_slots = tuple([sequence.slot for sequence in self._rows])
@@ -510,7 +509,7 @@ class Planner:
         chunks: Sequence[Chunk] = (),
         behind: Sequence[SequenceState] = (),
     ) -> StepPlan:
-        """``slots`` and ``epochs``: of the rows that decode. ``behind``: the sequences of the others."""
+        """``slots`` and ``epochs``: of the decode rows. ``behind``: the sequences of the others."""
         step = self.resources.chain.step
         tree = self.limits.tree if width > 1 else 0
         if not (chunks or self.resources.tables_change):  # most steps; all else that a plan carries comes with chunks

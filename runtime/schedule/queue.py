@@ -1,6 +1,6 @@
 """The waiting queue: priority first, then first come, first served; bounded.
 
-Knows: order, lanes, and how many wait. Does not know: who fits, or who may pass whom (planner.py).
+Knows: order, queue classes (lanes), counts. Does not know: which requests fit, or may pass others (planner.py).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ def _one_lane(_sequence: SequenceState) -> int:
     return 0
 
 
-_KEPT = 64  # entries of those who have left, and as many again as there are of those who wait
+_KEPT = 64  # stale entries of a heap, and as many again as there are waiting ones
 
 
 class WaitingQueue:
     """Heaps with lazy deletion: an entry counts only while its sequence is WAITING, so leaving costs nothing.
 
-    Those who have left are dropped when they reach the top, or when they are most of a heap: with its prompt an entry
-    may be large, and whoever waits in front of it may wait for long.
+    Entries of sequences that have left are dropped at the top of a heap, or when they are most of it: with its prompt
+    an entry may be large, and may stay under a waiting one for long.
 
-    ``lane_of`` says in which of ``lanes`` a sequence waits; its answer does not change while the sequence waits. Who
-    comes back to another lane has left an entry behind, which does not count any more. Lanes keep nobody's place: the
-    heads are those of the whole line wherever everybody's turn is in order.
+    ``lane_of`` gives the lane, of ``lanes``, in which a sequence waits; it does not change while the sequence waits. A
+    sequence that comes back to another lane leaves a stale entry. A lane keeps no place in line: ``heads`` are in the
+    order of the whole queue.
     """
 
     def __init__(self, lanes: int = 1, lane_of: Callable[[SequenceState], int] = _one_lane) -> None:
         self._heaps: list[list[tuple[tuple[int, int], SequenceState]]] = [[] for _ in range(lanes)]
         self._lane_of = lane_of
-        self._most = [_KEPT] * lanes  # entries, before those who have left are dropped
+        self._most = [_KEPT] * lanes  # entries, before stale ones are dropped
 
     def push(self, sequence: SequenceState) -> None:
-        """Join, or join again; the place in line is the sequence's own and never lost."""
+        """Join, or join again; a sequence never loses its place in line."""
         lane = self._lane_of(sequence)
         if sequence.queued_in != lane:
             sequence.queued_in = lane
@@ -59,7 +59,7 @@ class WaitingQueue:
         return sequence.state is State.WAITING and sequence.queued_in == lane
 
     def heads(self) -> list[SequenceState]:
-        """Who is next in each lane, in the order of the line; they are left in place."""
+        """The next sequence of each lane, in queue order; they stay in place."""
         heads = []
         for lane, heap in enumerate(self._heaps):
             while heap and not self._waits(heap[0][1], lane):
@@ -69,7 +69,7 @@ class WaitingQueue:
         return [sequence for _, sequence in sorted(heads)]
 
     def head(self) -> SequenceState | None:
-        """Who is next of all, left in place."""
+        """The next sequence of all, which stays in place."""
         return next(iter(self.heads()), None)
 
     def pop(self, head: SequenceState) -> None:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Final, Self
 
 MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
-MAX_TOP_LOGPROBS: Final = 20  # likely tokens reported beside one token: the result ring has room for so many
+MAX_TOP_LOGPROBS: Final = 20  # most likely tokens reported for one token: the result ring has room for so many
 MAX_LOGIT_BIAS: Final = 1024  # biased tokens of one request, as in vLLM: a slot has room for so many
 MAX_BAD_WORDS: Final = 256  # of one request, each as one row of token ids: a slot has room for so many
 MAX_BAD_WORD_TOKENS: Final = 16  # of one bad word
@@ -29,7 +29,7 @@ class FinishReason(IntEnum):
     STOP = 1  # eos, a stop token id, or (host) a stop string
     LENGTH = 2  # max_tokens, or the model's context
     ERROR = 3  # logits were not finite; this request alone ends
-    CANCELLED = 4  # somebody asked
+    CANCELLED = 4  # a caller asked
     REJECTED = 5  # never admitted: could not fit, or the queue was full
 
     @property
@@ -40,14 +40,14 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Field names and meanings are those of the OpenAI and vLLM APIs.
+    """How one request's tokens are sampled. Field names and meanings are those of the OpenAI and vLLM APIs.
 
     ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1.0`` and ``min_p == 0.0`` switch that filter off.
     Filters apply in the order temperature, top-k, top-p, min-p. ``seed`` None is replaced by a drawn, reported seed
     before the request reaches a scheduler. ``logprobs`` n asks for the chosen token and the n most likely ones.
     ``logit_bias``: (token id, what is added to its logit), each id once, ascending. ``allowed_token_ids``: all others
-    are never drawn; none of them means that all are allowed. ``bad_words_token_ids``: token ids that never follow each
-    other in the answer; the front end makes them from bad_words. These three come before penalties, and
+    are never sampled; empty means that all are allowed. ``bad_words_token_ids``: token ids that never follow each other
+    in the answer; the front end makes them from bad_words. These three come before penalties, and
     log-probabilities do not show them.
     """
 
@@ -95,7 +95,7 @@ def packed(token_ids: Sequence[int]) -> array[int]:
 class Request:
     """A prompt to complete, ``sampling.n`` times, as every rank receives it.
 
-    ``prompt_token_ids`` is an ``array("i")`` wherever many requests wait (``packed``); nobody writes into it.
+    ``prompt_token_ids`` is an ``array("i")`` wherever many requests wait (``packed``); it is never written to.
     ``request_id`` is a dense integer from the leader; the caller's own id stays in the front end. ``stop_token_ids``
     holds everything that ends it on the device: the model's eos ids (unless ignored) and the request's own.
     Smaller ``priority`` runs earlier; equal priorities run first come, first served.
@@ -117,7 +117,7 @@ class Request:
     def answers(self) -> tuple[Self, ...]:
         """The request as n requests for one answer each, over the same prompt.
 
-        Answer i is drawn with seed + i, so that each can be had again alone. The first alone has the prompt scored.
+        Answer i is sampled with seed + i, so that each can be reproduced alone. Only the first has the prompt scored.
         """
         sampling = self.sampling
         if sampling.n == 1:

@@ -1,6 +1,6 @@
 """Resources: every unfinished request by state, and the pools it holds slots and KV blocks from.
 
-Knows: states, slots, blocks, fences, the queue; how a request arrives, is seated, grows, pauses, is evicted, ends.
+Knows: states, slots, blocks, fences, the queue; how a request arrives, is admitted, grows, pauses, is evicted, ends.
 Does not know: which rows make a step (planner.py), results of steps (scheduler.py).
 """
 
@@ -36,11 +36,11 @@ class Resources:
 
     ``chain`` holds the steps in flight, which fences wait for. ``digest`` and ``counters`` are the scheduler's: every
     part folds and counts its own decisions. ``decode_version`` changes whenever a request enters or leaves DECODE.
-    ``sessions``: those that are sessions, by id. ``notices`` and ``closed``: what befell them since they were taken.
-    ``evicted_sessions``: whose quantum was over before their fence opened; nobody was told yet that they are parked.
-    ``waiting_tokens``: known tokens of those in WAITING, at most ``long_prompt`` each where there are mixed steps.
-    ``asleep_for``: so many tokens may be planned for each row before any of them reaches its ``wake_at``; 0 or less:
-    nobody has looked. The planner keeps it; here it is dropped whenever a row comes or goes, or a ``wake_at`` is set.
+    ``sessions``: sessions by id. ``notices``, ``closed``: session notifications since the last drain.
+    ``evicted_sessions``: used up their token quota before their fence opened; not yet reported as parked.
+    ``waiting_tokens``: known tokens of requests in WAITING, at most ``long_prompt`` each with mixed steps.
+    ``asleep_for``: tokens that may be planned for every decode row before one of them reaches its ``wake_at``; 0 or
+    less: not computed. The planner computes it; any row that comes or goes, or a new ``wake_at``, resets it.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -75,17 +75,17 @@ class Resources:
         self._spread = max(1, (config.limits.block_size - 4) // 2)
         self._evicting: Fence[SequenceState] = Fence()
         self._arrivals = 0
-        self._requeued = 0  # of the requests that wait, those that held a slot before
+        self._requeued = 0  # waiting requests that held a slot before
         self.idled = 0  # times that a request became PAUSED or PARKED
         self._prompt_blocks = 0  # that prompts have made findable so far
         # (slot, index) -> (slot, index, block), for the next step
         self._block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._slot_updates: dict[int, SlotUpdate] = {}  # by slot, for the next step
         self._copies: dict[int, tuple[SlotCopy, SequenceState]] = {}  # by slot, and whose it is; for the next step
-        self._saving: dict[int, int] = {}  # by request, the snapshot that the plan which is being made writes
+        self._saving: dict[int, int] = {}  # by request, the snapshot that the plan being made writes
 
     def _lane(self, sequence: SequenceState) -> int:
-        """Those who may be passed by others wait apart: scored prompts, and long ones."""
+        """Queue class: scored prompts and long ones wait apart, since others may pass them."""
         if sequence.scoring:
             return SCORED_LANE
         assert self.config.mixed is not None
@@ -106,7 +106,7 @@ class Resources:
     # ---- arrival and end ----
 
     def arrive(self, request: Request, quantum: int = 0, *, keep: bool = False) -> tuple[Finished, ...]:
-        """Queue a request. Returns the end of its answers where it is refused: it can never run, the queue is full."""
+        """Queue a request. Returns the end of its answers if it is refused: it can never run, the queue is full."""
         prompt, sampling, config = request.prompt_token_ids, request.sampling, self.config
         most_tokens = self.limits.max_model_len
         shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
@@ -151,9 +151,9 @@ class Resources:
         return self.session_refusal(max_length)
 
     def session_refusal(self, budget_length: int, beside: SequenceState | None = None) -> str | None:
-        """Why there can be no further session of so many tokens, or ``beside``, which there is, no longer one.
+        """Why no new session of so many tokens, or no longer budget of the existing session ``beside``, is possible.
 
-        The oldest parked one is closed where the policy says so and that makes room.
+        Closes the oldest parked session if the policy says so and that makes room.
         """
         config = self.config
         needed = self.blocks_for(self._most_kv(budget_length))
@@ -185,7 +185,7 @@ class Resources:
         self.closed.append(self.end(parked, FinishReason.CANCELLED, why))
 
     def copy_of(self, parent: SequenceState, request_id: int) -> SequenceState:
-        """Another sequence that knows what ``parent`` knows, WAITING; the caller parks it before the next plan."""
+        """Another sequence with the tokens of ``parent``, WAITING; the caller parks it before the next plan."""
         copied = SequenceState(replace(parent.request, request_id=request_id), self._arrivals, parent.max_length)
         copied.tokens = array("i", parent.tokens)
         copied.planned_tokens, copied.score_at = copied.landed_tokens, len(parent.request.prompt_token_ids)
@@ -193,11 +193,11 @@ class Resources:
         return copied
 
     def seat_copy(self, parent: SequenceState, copied: SequenceState) -> bool:
-        """Give ``copied``, which knows what the parked ``parent`` knows, a slot with all that the parent's holds.
+        """Give ``copied``, which has the tokens of the parked ``parent``, a slot with all that the parent's holds.
 
-        The plan that is about to be made carries the copy, which comes before anything else of its step. So either may
-        give all back at once, and whoever gets it writes later. False where the parent holds nothing, or was closed for
-        this one, or where no slot is free, or no block for the end of its KV, that no copy of the same step reads.
+        The next plan carries the copy, which comes before anything else of its step. So either may release everything
+        at once, and the next owner writes later. False if the parent holds nothing or was closed for this one, or if no
+        slot, or no block for the end of its KV, is free that no copy of the same step reads.
         """
         written = parent.landed_tokens - 1  # the newest token has no KV yet
         full, rest = divmod(written, self.limits.block_size)
@@ -229,7 +229,7 @@ class Resources:
         return True
 
     def _is_read(self, slot: int, blocks: list[int]) -> bool:
-        """By a copy of the plan that is being made, whose source has ended meanwhile."""
+        """Whether a copy of the plan being made, whose source has ended meanwhile, reads any of these."""
         copies = [copy for copy, _ in self._copies.values()]
         return any(copy.source == slot or (copy.copied and copy.copied[0] in blocks) for copy in copies)
 
@@ -239,7 +239,7 @@ class Resources:
         return bool(self._wanted_copies())
 
     def take_copies(self) -> list[tuple[SlotCopy, SequenceState]]:
-        """For the plan to carry, with whose they are. Their slots are written, so they are not moved on besides."""
+        """Copies for the plan, with their sequences. Their slots are written whole, so updates are dropped."""
         taken = self._wanted_copies()
         self._copies.clear()
         for _, copied in taken:
@@ -259,7 +259,7 @@ class Resources:
 
     @property
     def waiting_arrivals(self) -> int:
-        """Requests that wait for their first slot. Those that were evicted wait as well, but never had to be let in."""
+        """Requests that wait for their first slot; evicted ones do not count against ``max_waiting``."""
         return len(self.by_state[State.WAITING]) + len(self.by_state[State.JOINING]) - self._requeued
 
     def _reject(self, request: Request, detail: str) -> tuple[Finished, ...]:
@@ -267,7 +267,7 @@ class Resources:
         return tuple(Finished(answer_id, FinishReason.REJECTED, (), detail) for answer_id in request.answer_ids)
 
     def end(self, sequence: SequenceState, reason: FinishReason, detail: str = "") -> Finished:
-        """End it now; slot and blocks return to the pools behind its fence."""
+        """End it now; slot and blocks return to the pools when its fence has landed."""
         if sequence.state is State.EVICTING:
             self._end_slot(sequence)
         elif sequence.slot:
@@ -287,10 +287,10 @@ class Resources:
         return Finished(sequence.request.request_id, reason, sequence.generated, detail, rounds, accepted)
 
     def _release(self, sequence: SequenceState) -> None:
-        """Give slot and blocks back, behind the fence of the last step that may touch them."""
+        """Return slot and blocks when the last step that may touch them has landed."""
         self._unpin(sequence)
         step = sequence.last_step
-        if step != self.chain.step:  # else it is a row of the plan that is being made, and needs them
+        if step != self.chain.step:  # else it is a row of the plan being made, and needs them
             for cell in [cell for cell in self._block_writes if cell[0] == sequence.slot]:
                 del self._block_writes[cell]
             self._slot_updates.pop(sequence.slot, None)
@@ -421,15 +421,15 @@ class Resources:
 
     @property
     def room_version(self) -> int:
-        """Changes whenever an admission that did not fit may fit: a block came back, or a prompt's can be found, or
-        somebody paused or was parked, who may be evicted for it.
+        """Changes whenever an admission that did not fit may fit: a block came back, a prompt's block was published, or
+        a request paused or parked, which may be evicted for it.
         """
         return self.pool.drops + self._prompt_blocks + self.idled
 
     def seat(self, sequence: SequenceState, hits: list[int], fresh: int) -> None:
         """Give a waiting sequence a slot, the cached blocks ``hits`` of its prefix, and ``fresh`` new ones.
 
-        The caller has checked that a slot and the blocks are free (``hits`` count as free while nobody refers to them).
+        The caller has checked that a slot and the blocks are free (unreferenced ``hits`` count as free).
         """
         slot = self.slots.take()
         self.move(sequence, Trigger.ADMIT)
@@ -443,7 +443,7 @@ class Resources:
             self._let_others_join(sequence)
 
     def count_query(self, sequence: SequenceState, tokens: int) -> None:
-        """The index is asked for so many of its tokens, or will be."""
+        """Count a lookup of so many of its tokens in the prefix index."""
         if self.sharing.looks_up(sequence):
             self.counters.prefix_query_tokens += tokens
 
@@ -463,9 +463,9 @@ class Resources:
 
     @property
     def kept_rows(self) -> int:
-        """Rows that those who wait in the queue leave to answers that are to join, since these are before them in line.
+        """Rows reserved for joining answers, which are before the queue in line.
 
-        None for answers to a long prompt, which shorter ones pass.
+        None for answers to a long prompt, which shorter ones may pass.
         """
         joining, mixed = self.by_state[State.JOINING], self.config.mixed
         if mixed is None:
@@ -473,11 +473,11 @@ class Resources:
         return sum(answer.landed_tokens <= mixed.long_prompt for answer in joining.values())
 
     def blocks_to_fork(self, answer: SequenceState) -> int:
-        """Blocks of its own that it begins with: it shares those that its prompt fills."""
+        """Unshared blocks that it starts with: it shares those that its prompt fills."""
         return self.blocks_for(self.reservation(answer)) - answer.landed_tokens // self.limits.block_size
 
     def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-        """Seat ``answer`` behind the last chunk of ``prompt``, chunk number ``chunk`` of the plan that is being made.
+        """Admit ``answer`` at the last chunk of ``prompt``, chunk number ``chunk`` of the plan being made.
 
         The caller has checked that a slot and ``blocks_to_fork`` are free. Both have the same prompt; none of either's
         tokens is generated.
@@ -491,7 +491,7 @@ class Resources:
         shared = prompt.blocks[:full]
         self.pool.share(shared)
         answer.blocks = shared + self.pool.take(fresh)
-        answer.borrowed = True  # no token has been drawn over the end of this prompt yet
+        answer.borrowed = True  # no token has been sampled over the end of this prompt yet
         self._write_blocks(answer, 0)
         answer.planned_tokens = answer.landed_tokens + 1
         answer.last_step = self.chain.step
@@ -502,14 +502,14 @@ class Resources:
         return Fork(slot, chunk, (prompt.blocks[full], answer.blocks[full]) if rest else None)
 
     def leave_out(self, prompt: SequenceState) -> None:
-        """Those who still wait for its end compute the rest themselves: back to their places in the queue."""
+        """Answers still joining go back to their places in the queue and compute the rest themselves."""
         for answer in self.joining(prompt):
             answer.expects_fork = False
             self.move(answer, Trigger.LEFT_OUT)
             self.queue.push(answer)
 
     def _share(self, sequence: SequenceState, found: list[int]) -> None:
-        """``found`` become its blocks behind those it has published; what it held in their place is gone already."""
+        """``found`` become its blocks after those it has published; the caller releases what it held in their place."""
         if not found:
             return
         sequence.borrowed = sequence.borrowed or bool(self.pool.untrusted(found))
@@ -525,7 +525,7 @@ class Resources:
         sequence.waits_since = NOT_WAITING
 
     def look_again(self, sequence: SequenceState) -> None:
-        """In the middle of its prompt: take blocks that have become findable for those that it was going to write."""
+        """During prefill: replace blocks that it was going to write by blocks published meanwhile."""
         found = self.sharing.found_since(sequence)
         if not found:
             return
@@ -548,15 +548,15 @@ class Resources:
         sequence.restores = NO_SNAPSHOT
 
     def take_restored(self, sequence: SequenceState) -> int:
-        """The snapshot that its slot is to hold before the chunk that is being cut; NO_SNAPSHOT where it does."""
+        """The snapshot to restore before the chunk being cut, or NO_SNAPSHOT."""
         row = sequence.restores
         self._unpin(sequence)
         self.counters.snapshot_restores += row != NO_SNAPSHOT
         return row
 
     def save(self, sequence: SequenceState, end: int) -> int:
-        """A snapshot for its state behind the chunk that is being cut and ends at ``end``; NO_SNAPSHOT where there is
-        to be none, or all are about to be read.
+        """A snapshot row for its state after the chunk being cut, which ends at ``end``; NO_SNAPSHOT if none is due or
+        all are about to be read.
         """
         if self.snapshots is None or not self.sharing.leaves_snapshot(sequence, end):
             return NO_SNAPSHOT
@@ -569,18 +569,18 @@ class Resources:
         return row
 
     def _write_blocks(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
-        """Have the device told of its blocks [first, end), by default of all from ``first`` on."""
+        """Queue device table writes of its blocks [first, end), by default of all from ``first`` on."""
         slot = sequence.slot
         for index, block in enumerate(sequence.blocks[first:end], first):
             self._block_writes[slot, index] = slot, index, block
 
     def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
-        """Have the device told where it ends now."""
+        """Queue a device update of its end."""
         self._slot_updates[sequence.slot] = SlotUpdate(sequence.slot, sequence.max_length, revive)
 
     def drop_slot_update(self, sequence: SequenceState) -> None:
-        """Its slot is written whole. An update may wait still: of a quantum that a stop id ended, behind which no plan
-        was made that could have carried it."""
+        """Its slot is written whole. An update may still be queued, of a quota that a stop id ended, if no plan since
+        could carry it."""
         self._slot_updates.pop(sequence.slot, None)
 
     def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
@@ -590,8 +590,8 @@ class Resources:
         return updates
 
     def idle_holder(self) -> SequenceState | None:
-        """Who holds a slot and blocks and does not run: the session that is parked for longest, else the last in line
-        of those who are paused."""
+        """A sequence that holds a slot and blocks and does not run: the session parked for longest, else the last in
+        line of the paused requests."""
         if self.config.session_policy != "refuse":
             parked = self._oldest_parked(s for s in self.by_state[State.PARKED].values() if s.slot)
             if parked is not None:
@@ -604,8 +604,8 @@ class Resources:
     def reservation(self, sequence: SequenceState) -> int:
         """KV entries to hold blocks for: landed + (D+1)*W tokens (law 4), or all it can ever write, if fewer.
 
-        W is the largest width of any step, not that of the step being planned: the D steps behind it run over the same
-        blocks, and may be wider. Of a draft tree the last step writes more entries than W. An upper bound of both is
+        W is the largest width of any step, not that of the step being planned: the D steps after it use the same
+        blocks, and may be wider. With draft trees the last step writes more entries than W. An upper bound of both is
         ``max_model_len - 2 + limits.window`` entries.
         """
         return min(sequence.landed_tokens + self.limits.tokens_ahead, self._most_kv(sequence.max_length))
@@ -641,10 +641,10 @@ class Resources:
         self._write_blocks(sequence, held)
 
     def reserve_ahead(self, decoding: Collection[SequenceState]) -> None:
-        """A block for each that needs one soon, while free ones are plenty.
+        """Give a block to each row that needs one soon, while free ones are plenty.
 
-        For a step that changes block tables anyway: those behind it then change nothing, and send nothing to the
-        device. Soon is as many tokens as give blocks to about _TOGETHER rows of all lengths, half a block at most.
+        For a step that changes block tables anyway: later steps then change nothing, and copy nothing to the device.
+        Soon is as many tokens as give blocks to about _TOGETHER rows of all lengths, half a block at most.
         """
         size, plenty = self.limits.block_size, len(decoding)
         soon = min(size // 2, _TOGETHER * size // max(1, plenty))
@@ -656,7 +656,7 @@ class Resources:
                 self.set_wake(sequence)
 
     def _victim(self) -> SequenceState:
-        """Who gives up blocks: somebody parked or paused if there is one, else the last in line."""
+        """The sequence that gives up blocks: a parked or paused one if there is one, else the last in line."""
         idle = self.idle_holder()
         if idle is not None:
             return idle
@@ -667,7 +667,7 @@ class Resources:
     def set_wake(self, sequence: SequenceState) -> None:
         """Below ``wake_at`` planned tokens, a step of any width writes into blocks it holds, and cannot be its last.
 
-        Rows that are as long as each other would all need a block in the same step. So some are looked at earlier, by
+        Rows of equal length would all need a block in the same step. So some are looked at earlier, by
         slot, and take a block then if one is free.
         """
         self.asleep_for = 0
@@ -695,7 +695,7 @@ class Resources:
 
     @property
     def tables_change(self) -> bool:
-        """Whether the plan that is being made has to tell the device of blocks, ends or copies of slots."""
+        """Whether the plan being made has block writes, slot updates or slot copies for the device."""
         return bool(self._block_writes or self._slot_updates or self._copies)
 
     def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
@@ -725,7 +725,7 @@ class Resources:
         self.sharing.planned(prompts)
 
     def gained(self, sequence: SequenceState) -> None:
-        """A token of it has landed: blocks that it filled behind its prompt are findable, and all can be trusted."""
+        """A token of it has landed: publish blocks filled after its prompt, and trust all its blocks."""
         if sequence.blocks and not sequence.trusted:  # also without caching: answers to one prompt share its blocks
             sequence.trusted = True
             self.pool.trust(sequence.blocks)
@@ -736,7 +736,7 @@ class Resources:
         sequence.publish_at = (sequence.published_blocks + 1) * self.limits.block_size + self._early(sequence)
 
     def _publish_landed(self, sequence: SequenceState) -> None:
-        """What it filled behind its prompt, as far as tokens of it have landed."""
+        """Publish blocks filled after its prompt, as far as its tokens have landed."""
         if sequence.trusted:
             begun = sequence.published_blocks
             self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
@@ -757,10 +757,10 @@ class Resources:
             sequence.published_blocks += 1
 
     def distrust(self, broken: SequenceState, *, ghost: bool) -> None:
-        """Its logits are not finite. Its blocks leave the index, and what was published behind them is out of reach.
+        """Its logits are not finite. Evicts its blocks and their descendants from the prefix index.
 
-        Whoever has borrowed one of them and has no token yet is computed again. So is ``broken`` itself, if it lives
-        and the fault may be in a block that it has borrowed: it breaks once more if not.
+        Requests that share one of them untrusted, without a landed token, are recomputed. So is ``broken`` itself, if
+        it lives and the fault may be in an untrusted block that it shares; otherwise it breaks again.
         """
         blocks = broken.blocks or broken.given_up
         suspects = self.pool.untrusted(blocks)
@@ -773,7 +773,7 @@ class Resources:
             self._compute_again(broken)
 
     def _compute_again(self, sequence: SequenceState) -> None:
-        """Evict it, drop what is in flight of it, and borrow nothing the next time."""
+        """Evict it, drop its steps in flight, and share only trusted blocks the next time."""
         self.counters.distrusted += 1
         sequence.alone = True
         self._end_slot(sequence)

@@ -72,12 +72,12 @@ class Scheduler:
 
     @property
     def parked(self) -> int:
-        """Sessions of those that wait for somebody to say that they go on."""
+        """Sessions that wait for a Continue or Extend."""
         return len(self.resources.by_state[State.PARKED])
 
     @property
     def waiting(self) -> int:
-        """Requests that hold no slot yet, or none any more: those in the queue, and answers that are to join others."""
+        """Requests without a slot: those in the queue, and answers that are joining others."""
         return self.resources.waiting + len(self.resources.by_state[State.JOINING])
 
     @property
@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def room_for_rows(self) -> int:
-        """Tokens that a step may have for the sake of the rows that decode behind the latest plan (planner.py)."""
+        """Tokens that a step may have because of the decode rows after the latest plan (planner.py)."""
         return self.planner.room_for_rows
 
     def agreed_room(self, room: int) -> None:
@@ -121,7 +121,7 @@ class Scheduler:
             self.digest.fold(self.step, "room", (room,))
 
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
-        """What befell sessions since the last call, and those of them that were closed for want of room."""
+        """Session notifications since the last call, and sessions that were closed for lack of room."""
         resources = self.resources
         if not (resources.notices or resources.closed):
             return (), ()
@@ -176,7 +176,7 @@ class Scheduler:
         if flight.slot_version != self.slots.version:
             ghosts = self._drop_ghosts(rows, plan, result)
         done = []
-        gains: list[int] = []  # of live windows
+        gains: list[int] = []  # of live rows
         last_gains: list[int] = []  # of those that ended
         barren: list[tuple[SequenceState, int]] = []
         for i in range(len(rows)) if wide else self._apply_to_plain_rows(flight, ghosts, result):
@@ -194,7 +194,7 @@ class Scheduler:
             if wide and i < decode_rows:
                 sequence.planned_tokens += count - width
                 sequence.uncertain_tokens -= width - 1
-                if count:  # a session's row stays a row behind the end of its quantum, and gains nothing there
+                if count:  # a session's row stays a row after the end of its quota, and appends nothing
                     sequence.rounds += 1
                     sequence.accepted += count - 1
                     gains.append(count)
@@ -223,7 +223,7 @@ class Scheduler:
         )
 
     def _apply_plain(self, flight: Flight, result: StepResult) -> StepOutput:
-        """The same for a step in which every row is live, gained one token and goes on, as most steps are."""
+        """The same for a step in which every row is live, appended one token and continues, as in most steps."""
         steady = self._steady
         if steady is not None and steady.rows is flight.rows:
             steady.land(result.tokens)
@@ -238,9 +238,9 @@ class Scheduler:
         return self._told(flight, 1, result)
 
     def _apply_to_plain_rows(self, flight: Flight, ghosts: Sequence[int], result: StepResult) -> list[int]:
-        """The same for those rows of a step of width 1 of which it is true; returns the numbers of the others.
+        """The same for such rows of a step of width 1; returns the indices of the others.
 
-        A mixed step always has others, of a thousand rows a few: rows with chunks, ghosts, and those that end.
+        A mixed step always has a few others: rows with chunks, ghosts, and rows that end.
         """
         rows, tokens, others = flight.rows, result.tokens, set(ghosts)
         if not all(result.counts):
@@ -258,7 +258,7 @@ class Scheduler:
         return in_order
 
     def _apply_windows(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
-        """The same for a step of windows of ``width`` tokens: every row is live, gained some and goes on."""
+        """The same for a verification step of ``width``: every row is live, appended some tokens and continues."""
         landed, counts, begin, hoped_for = result.tokens, result.counts, 0, width - 1
         for sequence, count in zip(flight.rows, counts, strict=True):
             tokens = sequence.tokens
@@ -274,13 +274,13 @@ class Scheduler:
         return self._told(flight, width, result)
 
     def _windows_landed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
-        """Live windows gained so many tokens each; ``last_gains``: those of them that ended."""
+        """Live rows of a verification step appended so many tokens each; ``last_gains``: of those that ended."""
         kept = self.counters.proposed(width, gains, last_gains)
         if self.planner.speculation is not None:
             self.planner.speculation.landed(width, len(gains), kept)
 
     def _told(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
-        """What a step gave whose rows are all live and go on."""
+        """Output of a step whose rows are all live and continue."""
         if flight.rows is not self._rows_told:
             self._rows_told = flight.rows
             self._ids_told = [sequence.request.request_id for sequence in flight.rows]
@@ -296,7 +296,7 @@ class Scheduler:
 
     @staticmethod
     def _parks(sequence: SequenceState, reason: FinishReason) -> bool:
-        """Whether it is a session whose quantum is over, and it stays."""
+        """Whether it is a session at the end of its quota that parks instead of ending."""
         session = sequence.session
         if session is None or reason is FinishReason.ERROR:
             return False
@@ -311,7 +311,7 @@ class Scheduler:
         return self.resources.end(sequence, reason, detail)
 
     def _distrust_broken(self, flight: Flight, plan: StepPlan, result: StepResult) -> None:
-        """Before anything else of a step is applied. A ghost whose logits are not finite tells something, too."""
+        """Before anything else of a step is applied. A ghost with non-finite logits counts, too."""
         for sequence, slot, epoch, code in zip(flight.rows, plan.slots, plan.epochs, result.finish, strict=True):
             if code == _ERROR:
                 self.resources.distrust(sequence, ghost=self._is_ghost(slot, epoch))
@@ -330,7 +330,7 @@ class Scheduler:
         return self.slots.epochs[slot] != epoch
 
     def _gained_nothing(self, sequence: SequenceState, width: int) -> None:
-        """A live row of ``width`` got no token. Steps in flight that were to end it may not be enough now."""
+        """A live row of ``width`` appended no token. Steps in flight that were to end it may not be enough now."""
         if width == 1:  # the loop above corrects the counts of wide rows only
             sequence.planned_tokens -= 1
         certain = sequence.planned_tokens - sequence.uncertain_tokens
@@ -339,6 +339,6 @@ class Scheduler:
             self.resources.fall_short(sequence)
 
     def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        """Its first token since it was seated, or enough of them for a full block; nothing for a chunk in between."""
+        """Its first token since its admission, or enough of them for a full block; nothing for a chunk in between."""
         if plan.draws(row):
             self.resources.gained(sequence)

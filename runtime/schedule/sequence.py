@@ -4,8 +4,8 @@ Knows: its tokens, its counts, what it holds. Does not know: other sequences, or
 
 ``landed_tokens`` (prompt + generated tokens whose step has landed) decides about output and about freeing.
 ``planned_tokens`` is the upper bound of what landed_tokens will be once every step in flight has landed: landed_tokens
-+ W for each token-bearing step in flight, each with the W of its own plan. It decides about blocks. A row of a step of
-width W gains one token for certain and up to W - 1 more: ``uncertain_tokens`` are those, so planned_tokens -
++ W for each token-bearing step in flight, each with the W of its plan. It decides about blocks. A row of a step of
+width W appends one token for certain and up to W - 1 more: ``uncertain_tokens`` are those, so planned_tokens -
 uncertain_tokens is the lower bound, landed_tokens + the number of token-bearing steps in flight. It decides when a
 request needs no more steps. While all widths are 1 the two bounds are equal, and uncertain_tokens is not touched.
 """
@@ -26,13 +26,13 @@ NOT_QUEUED = -1
 
 @dataclass(slots=True)
 class Session:
-    """What a session has beside its sequence, whose ``max_length`` is the end of the quantum. Lengths are absolute.
+    """Session fields of a sequence, whose ``max_length`` is the end of the token quota. Lengths are absolute.
 
-    ``budget_length``: where this turn's answer ends by length. ``wanted_length``: how far it was told to go. ``keep``:
-    it is parked, not ended, when its answer is complete. ``min_tokens``: of each turn, where its budget is not smaller.
-    ``epoch``: its turns. ``over``: why its quantum is; None while it runs. ``revive``: its slot has come to its end on
-    the device, and is to be told to go on. ``extends``: it holds a slot in which tokens are still to be computed.
-    ``parked_at`` and ``since``: when it was parked and told to go on last, on a count of both.
+    ``budget_length``: where this turn's answer ends by length. ``wanted_length``: the end that its events asked for.
+    ``keep``: it parks, instead of ending, when its answer is complete. ``min_tokens``: of each turn, unless its budget
+    is smaller. ``epoch``: its number of turns. ``over``: why its quota ended; None while it runs. ``revive``: the
+    device has ended its slot, and the next plan must resume it. ``extends``: it holds a slot and has tokens to prefill.
+    ``parked_at`` and ``since``: when it was last parked and last resumed, on one common count.
     """
 
     budget_length: int
@@ -100,16 +100,16 @@ class SequenceState:
         self.order = (request.priority, arrival)
         self.state = State.WAITING
         self.max_length = max_length  # prompt + generated tokens at which it ends by length
-        self.tokens = packed(request.prompt_token_ids)  # prompt + landed generated tokens; its own from ``seated`` on
+        self.tokens = packed(request.prompt_token_ids)  # prompt + landed generated tokens; own copy after ``seated``
         self.planned_tokens = len(self.tokens)
         self.uncertain_tokens = 0
-        self.rounds = 0  # landed windows that it was a live row of
-        self.accepted = 0  # proposed tokens that it kept in them
-        self.prefill_begun = False  # whether a chunk has been cut since it was seated
+        self.rounds = 0  # landed verification steps that it was a live row of
+        self.accepted = 0  # draft tokens accepted in them
+        self.prefill_begun = False  # whether a chunk has been cut since its admission
         self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
         self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token
         self.seated_before = False  # whether it has held a slot at any time
-        self.queued_in = NOT_QUEUED  # the lane of the waiting queue that has an entry for it, stale or not
+        self.queued_in = NOT_QUEUED  # the queue class that has an entry for it, stale or not
         self.last_step = -1  # the last step that may touch its slot and blocks
         self.slot = 0
         self.slot_ended = False  # its rows in flight are ghosts, although it has not ended itself
@@ -120,12 +120,12 @@ class SequenceState:
         self.published_blocks = 0
         self.publish_at = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
         self.prefix_id = ROOT  # of the last published block
-        self.borrowed = False  # since it was seated it shares blocks that were not trusted then
-        self.trusted = False  # since it was seated a token of it has landed, so that all its blocks are trusted
-        self.alone = False  # it broke, or may have, over borrowed blocks: it borrows none any more
-        self.waits_since = NOT_WAITING  # the step since which somebody else is to write its next block
-        self.restores = NO_SNAPSHOT  # that its slot is to begin with; pinned until its next chunk is cut
-        self.state_at = 0  # tokens behind which its state was restored, or kept, last
+        self.borrowed = False  # since its admission it shares blocks that were not trusted then
+        self.trusted = False  # since its admission a token of it has landed, so all its blocks are trusted
+        self.alone = False  # it broke, or may have, over untrusted blocks: it shares trusted ones only
+        self.waits_since = NOT_WAITING  # the step since which another request is to write its next block
+        self.restores = NO_SNAPSHOT  # the snapshot that its slot starts from; pinned until its next chunk is cut
+        self.state_at = 0  # tokens at which its state was last restored or saved
         self.stop_at = 0  # tokens at which its next chunk ends at the latest, to leave a snapshot; 0: nowhere
         self.branch_at = 0  # tokens whose KV could be found when its first chunk was cut, but not their state
         self.known_blocks = 0  # so many of its blocks could be found when it looked last, and theirs are, of the last
@@ -134,9 +134,7 @@ class SequenceState:
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
         self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
-        self.answers: list[
-            SequenceState
-        ] = []  # unfinished ones to the same prompt, itself included; empty where n is 1
+        self.answers: list[SequenceState] = []  # unfinished ones to the same prompt, itself included; empty if n is 1
         self.session: Session | None = None
         self.resumes = False  # its next slot write is for the slot that it holds, whose state stays
         self.joins: SequenceState | None = None  # while JOINING: whose prompt it waits for
@@ -152,7 +150,7 @@ class SequenceState:
         return Scored(start, prompt[start:stop], self.request.sampling.prompt_logprobs or 0)
 
     def seated(self, slot: int, epoch: int) -> None:
-        """It holds a slot from now on, and no block yet. Until it first did, it shared its prompt's memory."""
+        """It holds a slot from now on, and no block yet. Before its first slot it shared its prompt's memory."""
         if self.tokens is self.request.prompt_token_ids:
             self.tokens = self.tokens[:]
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
@@ -169,7 +167,7 @@ class SequenceState:
 
     @property
     def room_order(self) -> tuple[int, int, int]:
-        """Its place among those who wait for room: sessions that go on behind others, by when they were told to."""
+        """Its place among sequences that wait for room: resumed sessions after others, in the order of resuming."""
         priority, arrival = self.order
         session = self.session
         if session is not None and (session.revive or session.extends):

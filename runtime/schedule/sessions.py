@@ -1,17 +1,17 @@
-"""Sessions: requests that are parked after each quantum of tokens, and go on, or are told more, when somebody says so.
+"""Sessions: requests that pause after a token quota and resume, or get another user turn, on command.
 
-Knows: turns, quanta and budgets; what Continue, Extend and Branch change; how a session comes to be parked.
-Does not know: rows of steps (planner.py), how slots and blocks change hands (resources.py), who asked, text.
+Knows: turns, quotas and budgets; what Continue, Extend and Branch change; how a session comes to be parked.
+Does not know: rows of steps (planner.py), how slots and blocks change hands (resources.py), callers, text.
 
-    Admit(quantum) -> ... -> its quantum is over, by length or by a stop id   the device has masked the row
+    Admit(quantum) -> ... -> its quota ended, by length or by a stop id       the device has masked the row
                              the last step with a row of it has landed        PARKED: slot, blocks, device state stay
     Continue       -> STALLED -> DECODE   a SlotUpdate moves the end and revives the slot; no token is computed again
     Extend         -> STALLED -> PREFILL  computes the new tokens and the newest one before, which has no KV yet
     evicted        -> PARKED without slot; Continue and Extend then queue, and compute what the prefix index has not
 
-The end of a quantum is a length that the device checks, like the end of a request. It is moved while the row runs where
-no step in flight can have come to it; then the chain does not break, and nothing of the row is lost. Else the row
-comes to its end first, and goes on from there. So one who continues early enough never waits.
+The end of a quota is a length that the device checks, like the end of a request. While no step in flight can have
+reached it, it is moved as the row runs: the chain does not break and the row loses nothing. Otherwise the row ends
+first and then resumes. So a session that is continued early enough never waits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OVER_BY = {FinishReason.NONE: "its quantum", FinishReason.STOP: "a stop", Finis
 
 
 class Sessions:
-    """What events and landed results do to sessions. ``resources`` holds them, ``resources.notices`` tells of them."""
+    """Applies events and landed results to sessions; ``resources`` holds them and their ``notices``."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._parking: Fence[SequenceState] = Fence()
-        self._count = 0  # of times that a session was parked, or told to go on
+        self._count = 0  # times that a session was parked or resumed
 
     # ---- events ----
 
@@ -124,7 +124,7 @@ class Sessions:
             self._resources.queue.push(sequence)
 
     def _extend(self, sequence: SequenceState, session: Session, event: Extend) -> None:
-        """Everything known is prompt from now on. Blocks are trusted again once a token has landed behind them."""
+        """All known tokens become prompt. Blocks are trusted again once a further token has landed."""
         resources = self._resources
         resources.counters.session_extends += 1
         known = sequence.landed_tokens
@@ -144,8 +144,8 @@ class Sessions:
         self._go_on(sequence, session)
 
     def _branch(self, parent: SequenceState, session: Session, event: Branch) -> None:
-        """It gets a copy of what its parent holds; where that cannot be it holds nothing, and what it shares with its
-        parent is found in the prefix index once it goes on."""
+        """Copy what the parent holds; if that is impossible the child holds nothing, and shares the parent's blocks
+        through the prefix index when it resumes."""
         resources = self._resources
         resources.counters.session_forks += 1
         child = resources.copy_of(parent, event.request_id)
@@ -160,7 +160,7 @@ class Sessions:
     # ---- landing ----
 
     def over(self, sequence: SequenceState, session: Session, reason: FinishReason) -> None:
-        """The device has ended its quantum. It is parked once nothing of it is in flight."""
+        """The device has ended its quota. It is parked once none of its steps is in flight."""
         resources = self._resources
         resources.gained(sequence)
         spent = sequence.landed_tokens >= session.budget_length

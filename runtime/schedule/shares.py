@@ -1,10 +1,10 @@
-"""Who gets the prompt tokens of a step.
+"""Which prompts get the prefill tokens of a step.
 
 Knows: places in line, and how much of each prompt is left. Does not know: budgets of steps (budget.py), slots, blocks.
 
-The rule: the prompt that is first in line gets half of the tokens, or less if it needs less. The rest goes, of those
-with the same priority, to the shortest remaining prompts first, whoever they are. So, among equals,
-  * a long prompt advances by half a step's tokens in every step once it is first in line, whatever comes after it;
+The rule: the prompt that is first in line gets half of the tokens, or less if it needs less. The rest goes, within one
+priority, to the shortest remaining prompts first. So, among equals,
+  * a long prompt that is first in line advances by half a step's tokens in every step, whatever arrives later;
   * a short prompt gets its tokens of the other half, however long and however many the prompts before it are.
 """
 
@@ -18,7 +18,7 @@ from runtime.schedule.sequence import SequenceState
 def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int = 0) -> dict[SequenceState, int]:
     """Tokens of the next chunk of each of ``prefills`` that gets any, ``tokens`` together.
 
-    The first in line gets at least one. ``costly_prefix``: a token behind so many of its own prompt counts as two.
+    The first in line gets at least one. ``costly_prefix``: prefix length at which a token counts as two.
     """
     if not prefills or tokens < 1:
         return {}
@@ -39,12 +39,12 @@ def share_out(prefills: Sequence[SequenceState], tokens: int, costly_prefix: int
 def whole_waves(
     shares: dict[SequenceState, int], long: Sequence[SequenceState], tile: int, wave: int, tokens: int
 ) -> dict[SequenceState, int]:
-    """``shares`` in which the chunks of ``long`` fill whole waves of attention, as far as their prompts go on.
+    """``shares`` in which the chunks of ``long`` fill whole waves of attention, as far as their prompts allow.
 
-    Attention takes ``tile`` tokens of a chunk at a time and ``wave`` such tiles at once, and a wave takes as long as
-    any other, however few tiles it has. So a last wave that is not full is left out, or filled where three quarters of
-    it were there. Chunks that are not worth a wave together stay as they are. Tokens go first in line first, to what
-    each had, in whole tiles, before one has more; all shares together have ``tokens`` at most.
+    Attention processes ``tile`` tokens of a chunk at a time and ``wave`` such tiles at once. A wave takes the same time
+    however few tiles it has, so a last wave that is not full is dropped, or filled if three quarters of it are there.
+    Chunks that do not make a wave together stay as they are. Tokens go in line order, first to what each had, in whole
+    tiles, then beyond; all shares together have at most ``tokens``.
     """
     had = sum(shares[sequence] for sequence in long)
     tiles = (4 * had + tile * wave) // (4 * tile * wave) * wave
@@ -67,7 +67,7 @@ def whole_waves(
 def gets_a_share(
     candidate: SequenceState, prefills: Iterable[SequenceState], tokens: int, costly_prefix: int = 0
 ) -> bool:
-    """Whether ``candidate``, which holds no blocks yet, would get tokens of a step beside ``prefills``."""
+    """Whether ``candidate``, which holds no blocks yet, would get tokens of a step shared with ``prefills``."""
     first = min(prefills, key=lambda sequence: sequence.order, default=None)
     if first is None or candidate.order < first.order:
         return tokens > 0
@@ -82,17 +82,17 @@ def gets_a_share(
 
 
 def remaining(sequence: SequenceState) -> int:
-    """Tokens that are still to be planned of the prompt of one who is seated."""
+    """Prompt tokens of an admitted sequence that are not planned yet."""
     return sequence.prefill_target - sequence.prefilled
 
 
 def in_one_step(sequence: SequenceState) -> int:
-    """How many of them one step may take: a chunk ends where state is to be kept (sharing.py)."""
+    """How many of them one step may compute: a chunk ends where a snapshot is to be saved (sharing.py)."""
     return (sequence.stop_at or sequence.prefill_target) - sequence.prefilled
 
 
 def cost(sequence: SequenceState, tokens: int, costly_prefix: int) -> int:
-    """What its next ``tokens`` count in a budget, rounded up."""
+    """Budget cost of its next ``tokens``, rounded up."""
     if not costly_prefix:
         return tokens
     return -(-tokens * (costly_prefix + sequence.prefilled) // costly_prefix)
@@ -108,7 +108,7 @@ def _turn_of(sequence: SequenceState, wanted: int) -> tuple[int, int, int]:
 
 
 def _affordable(sequence: SequenceState, tokens: int, costly_prefix: int, had: int = 0) -> int:
-    """How many of its tokens, besides those it ``had``, cost ``tokens`` at most."""
+    """How many of its tokens, in addition to those it ``had``, cost ``tokens`` at most."""
     if costly_prefix:
         tokens = tokens * costly_prefix // (costly_prefix + sequence.prefilled)
     return max(0, min(tokens, in_one_step(sequence) - had))

@@ -1,4 +1,4 @@
-"""Sharing: which blocks of a prompt are there already, or will be in a moment, and need not be computed.
+"""Sharing: which blocks of a prompt are cached already, or about to be written, and need not be computed.
 
 Knows: what is looked up and when, who writes a block that another prompt needs, how long that one waits for it.
 Does not know: how blocks change hands (resources.py), the index itself (blocks.py), which rows make a step.
@@ -6,20 +6,20 @@ Does not know: how blocks change hands (resources.py), the index itself (blocks.
     plan(N)      a chunk of A is cut: its last full blocks are written by step N
                  B, whose next block is among them, waits: it gets no chunk in this plan
     after it     those blocks are published. Steps run in the order of their launch, so step N + 1 may read them
-    plan(N + 1)  B finds them, and its chunk begins behind them
+    plan(N + 1)  B finds them, and its chunk starts after them
 
-A block of known tokens (of a prompt, or of a sequence that is recomputed) is found so early because its contents are
-known before the device has written them. A block with generated tokens is published when they have landed.
+A block of known tokens (of a prompt, or of a sequence that is recomputed) is published so early because its contents
+are known before the device has written them. A block with generated tokens is published when they have landed.
 
-Of a model with recurrent state a prefix is of use only where its state was kept, too. So its chunks end where a
-snapshot is to be left, and blocks are taken up to the last one that has a snapshot:
+Models with recurrent state can use a prefix only where its state was saved, too. So chunks end where a snapshot is to
+be saved, and blocks are shared up to the last one that has a snapshot:
 
-    at the last full block       of a prompt: for those that are equal, and for the next turn of a conversation
+    at the last full block       of a prompt: for equal prompts, and for the next turn of a conversation
     at every ``interval`` blocks    of a long prompt
-    where it branches            at the end of the blocks that others have published, where these have no snapshot: what
+    at a branch                  at the end of the blocks that others have published, if these have no snapshot: what
                                  two prompts have in common, a third one may have, too
 
-Each costs its prompt a step, so it must lie ``worth`` tokens behind the one before. Others wait for it as for a block.
+Each costs its prompt a step, so it must lie ``worth`` tokens after the one before. Others wait for it as for a block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Key = tuple[int, bytes]
 
 
 class _Writer(NamedTuple):
-    """Who is to write what others need; a smaller ``priority`` is served first."""
+    """A request that will write what others need; a smaller ``priority`` is served first."""
 
     request_id: int
     priority: int
@@ -48,7 +48,7 @@ class _Writer(NamedTuple):
         return cls(sequence.request.request_id, sequence.request.priority)
 
     def is_worth_waiting_for(self, own: _Writer) -> bool:
-        """Not for one who gives way to whoever waits: it may get no tokens for long."""
+        """False for a writer of lower priority than the waiting request: it may get no tokens for long."""
         return self.request_id != own.request_id and self.priority <= own.priority
 
 
@@ -63,19 +63,19 @@ class PrefixSharing:
         self._begun: dict[_Key, _Writer] = {}  # blocks of which a prompt's earlier chunk wrote a part
         self._begun_by: dict[int, _Key] = {}  # the same the other way round
         self._snapshots = config.snapshots if config.prefix_caching else None
-        self._branches: dict[int, _Writer] = {}  # findable blocks -> who is to leave a snapshot behind one
+        self._branches: dict[int, _Writer] = {}  # findable block -> the request that will save a snapshot after it
         self._branch_of: dict[int, int] = {}  # the same the other way round
 
     def looks_up(self, sequence: SequenceState) -> bool:
-        """Whether it may share at all. Scored prompts are computed whole: scores come from the last layer."""
+        """Whether it may share. Scored prompts are computed whole: scores come from the last layer."""
         return self._config.prefix_caching and not sequence.scoring
 
     def hits(self, sequence: SequenceState) -> list[int]:
-        """For a sequence that is about to be seated: the findable blocks of its beginning."""
+        """For a sequence that is about to be admitted: the findable blocks of its prefix."""
         return self._with_state(self._lookup(sequence, 0)) if self.looks_up(sequence) else []
 
     def _with_state(self, found: list[int]) -> list[int]:
-        """As many of them as can be continued from."""
+        """The prefix of ``found`` that ends with a snapshot, for models with recurrent state."""
         if self._snapshots is None:
             return found
         while found and not self._pool.has_snapshot(found[-1]):
@@ -146,18 +146,18 @@ class PrefixSharing:
     # ---- where chunks end ----
 
     def _snapshot_is_made_for(self, sequence: SequenceState) -> bool:
-        """Whether another one is to leave a snapshot where the blocks end that it could continue with."""
+        """Whether another request will save a snapshot at the end of the blocks that it could share."""
         if self._snapshots is None or sequence.alone or sequence.prefill_begun or not sequence.known_last:
             return False
         own = _Writer.of(sequence)
         return self._branches.get(sequence.known_last, own).is_worth_waiting_for(own)
 
     def _last_full(self, sequence: SequenceState) -> int:
-        """Tokens of the blocks that another one with the same tokens could share."""
+        """Tokens of the blocks that another request with the same tokens could share."""
         return (sequence.prefill_target - 1) // self._block_size * self._block_size
 
     def _choose_stop(self, sequence: SequenceState, policy: SnapshotPolicy) -> None:
-        """The next place where it leaves a snapshot, if there is one before its end."""
+        """Set the next position at which it saves a snapshot, if there is one before its end."""
         sequence.stop_at = 0
         if sequence.scoring:
             return
@@ -178,13 +178,13 @@ class PrefixSharing:
         sequence.stop_at = min((place for place in places if place > begun and place >= least), default=0)
 
     def _announce(self, sequence: SequenceState) -> None:
-        """Others who know the same blocks, and no more, wait for the snapshot behind them."""
+        """Requests that know exactly the same blocks wait for the snapshot after them."""
         own = _Writer.of(sequence)
         if not sequence.prefill_begun and self._branches.setdefault(sequence.known_last, own) == own:
             self._branch_of[own.request_id] = sequence.known_last
 
     def leaves_snapshot(self, sequence: SequenceState, end: int) -> bool:
-        """Whether its state is to be kept, of a chunk that ends at ``end``."""
+        """Whether to save its state after a chunk that ends at ``end``."""
         policy = self._snapshots
         if policy is None or sequence.scoring or end % self._block_size:
             return False
@@ -204,7 +204,7 @@ class PrefixSharing:
                     self._begun_by[own.request_id] = key
 
     def left(self, sequence: SequenceState) -> None:
-        """It writes no more of its prompt: nobody waits for it."""
+        """It writes no more of its prompt: no request waits for it."""
         self._left_writing(sequence)
         self._left_branch(sequence)
 

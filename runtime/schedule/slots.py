@@ -1,6 +1,6 @@
 """Slots: the rows of the device tables. A request holds one for its life; slot 0 is padding.
 
-Knows: which slots are free, their epochs, and which wait behind a fence.
+Knows: which slots are free, their epochs, and which wait for a fence.
 Does not know: requests or batch rows.
 """
 

@@ -1,12 +1,12 @@
 """Snapshots: copies of recurrent state at the end of published blocks, so that a prefix can be continued.
 
-Knows: which rows of the snapshot bank hold the state behind which block, which are about to be read, and which goes
-first. Does not know: when a snapshot is taken (sharing.py), tensors, requests.
+Knows: which rows of the snapshot bank hold the state after which block, which are about to be read, and which is
+evicted first. Does not know: when a snapshot is taken (sharing.py), tensors, requests.
 
     free --take()--> taken --keep(block)--> kept: found by its block --drop(block), or the oldest where one is needed--+
-      ^                |                      | pin(block): a sequence is to begin with it                             |
+      ^                |                      | pin(block): a sequence will start from it                              |
       +--give_back()---+                      +--unpin(row)                                                            |
-      +------------------------------- nobody is to read it any more --------------------------------------------------+
+      +------------------------------- no reader is left --------------------------------------------------------------+
 
 The device reads and writes rows in the order of steps: in each step restores come first and saves come last. So a row
 may be taken again in the plan that has its last restore, and one that is taken is found from the next plan on.
@@ -27,7 +27,7 @@ class SnapshotPool:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.evictions = 0  # snapshots that gave way to others, although their blocks can be found
+        self.evictions = 0  # snapshots replaced by others although their blocks are findable
         self._free = list(range(count, 0, -1))
         self._row_of: OrderedDict[int, int] = OrderedDict()  # block -> row, the least recently used first
         self._kept = bytearray(count + 1)
@@ -35,13 +35,13 @@ class SnapshotPool:
         self._taken: set[int] = set()
 
     def find(self, block: int) -> int:
-        """The row of the state behind ``block``; NO_SNAPSHOT where there is none."""
+        """The row of the state after ``block``, or NO_SNAPSHOT."""
         return self._row_of.get(block, NO_SNAPSHOT)
 
     def take(self) -> int:
-        """A row to write into: a free one, else that of the least recently used snapshot which nobody is to read.
+        """A row to write into: a free one, else that of the least recently used snapshot without readers.
 
-        NO_SNAPSHOT where there is neither. To be kept or given back before the next plan.
+        NO_SNAPSHOT if there is neither. Must be kept or given back before the next plan.
         """
         if not self._free:
             oldest = next((block for block, row in self._row_of.items() if not self._pins[row]), None)
@@ -54,30 +54,30 @@ class SnapshotPool:
         return row
 
     def give_back(self, row: int) -> None:
-        """What is written into it nobody will look for."""
+        """Return a taken row; what is written into it is not used."""
         self._taken.remove(row)
         self._free.append(row)
 
     def keep(self, row: int, block: int) -> None:
-        """A taken row gets the state behind ``block``, which is findable and has no snapshot yet."""
+        """A taken row gets the state after ``block``, which is findable and has no snapshot yet."""
         self._taken.remove(row)
         self._row_of[block] = row
         self._kept[row] = True
 
     def pin(self, block: int) -> int:
-        """The row of ``block``, which has one: it is neither written nor given to another before it is unpinned."""
+        """The row of ``block``, which has one: not written or reassigned before it is unpinned."""
         row = self._row_of[block]
         self._row_of.move_to_end(block)
         self._pins[row] += 1
         return row
 
     def unpin(self, row: int) -> None:
-        """The plan that is being made reads it, or whoever was to read it has left."""
+        """The plan being made reads it, or its reader has left."""
         self._pins[row] -= 1
         self._free_if_idle(row)
 
     def drop(self, block: int) -> None:
-        """``block`` is not found any more, and neither is its snapshot, if it has one."""
+        """``block`` left the prefix index; drop its snapshot, if any."""
         if block in self._row_of:
             self._lose(block)
 

@@ -1,31 +1,29 @@
-"""When a decode step is a window, and of how many tokens a row: by the rows that decode, and by what landed rounds
-gained against what a round costs.
+"""Chooses W, the tokens per row, of each decode and mixed step: 1, or a verification step of a configured width.
 
 Knows: the rule, over numbers that every rank has alike: events, landed results, costs that rank 0 measured before the
-first step. Does not know: clocks, proposers, what a window computes.
+first step. Does not know: clocks, drafters, what a verification step computes.
 
-A window of W tokens a row takes longer than a step of one token, the more so the more rows there are; it pays where it
-gains more tokens a row than it takes plain steps' time. Gains are those of the last few hundred landed rounds, whose
-weight halves as new ones come, of all places together. Where there are narrower windows, too, a step has the width that
-gains the most tokens in a plain step's time.
+A verification step of W tokens a row takes longer than a plain step, the more so the more rows there are. It pays if
+the tokens that a row appends exceed its cost in plain steps. Expected tokens come from the last few hundred landed
+verification steps, per position; the weight of old ones halves as new ones come. Of several widths the one with the
+most tokens per time is chosen.
 
-A round tells about narrower windows what it tells about itself: of w tokens it would have gained its first w. Of wider
-ones it tells only that no place is kept more often than the one before it. So a wider width is tried now and then, that
-other texts are noticed: from 1 the narrowest there is, from any other the narrowest that could pay. That is a probe:
+A step of w tokens also shows what narrower ones would have appended: its first tokens. About wider ones it only shows
+that no position is accepted more often than the one before it. So a wider width is tried now and then, in case texts
+have changed: from 1 the narrowest, from any other the narrowest that could pay. Rules of such a probe:
 
-  * It comes where the last ``PROBE_EVERY`` steps that could have had that width had less. Any step of that width, or of
-    a wider one, begins the count anew, beside chunks as without.
-  * A width is passed over that could not pay at all: a window of W gains at most what the step's choice of w does,
-    and for each of the W - w places more the share of the last of w. Where a width between the two was tried in the
-    last ``PROBE_EVERY`` steps, its tokens and its last place count instead. Where the choice is 1 no share is known,
-    and the most is W tokens. One width alone is tried whatever it costs.
-  * Places that were never tried are hoped to be kept as often as the one before them, the first one always. So the
+  * It comes when the last ``PROBE_EVERY`` steps that could have had that width had less. Any step of that width, or of
+    a wider one, restarts the count, in mixed steps too.
+  * A width that could not pay at all is skipped: W tokens are at most what the chosen w appends, plus, for each of the
+    W - w further positions, the acceptance of position w. If a width between the two was used in the last
+    ``PROBE_EVERY`` steps, its tokens and last position count instead. If the choice is 1 no acceptance is known, and
+    the most is W tokens. A single width is tried whatever it costs.
+  * Positions that were never tried count as accepted as often as the one before them, the first one always. So the
     first steps are as wide as costs allow.
 
-Rows that decode beside prompt chunks follow the same rule, among the widths whose windows take a share of the step's
-tokens at most, probes included: what windows take there, prompts do not get, and a draft tree takes all of its tokens.
-A width that does not fit is not counted as one that the step could have had. Costs are those of steps without chunks,
-which hide less of it.
+In mixed steps the same rule applies to the widths whose draft windows take at most their part of the step's tokens,
+probes included: windows take tokens from prompts, and a draft tree takes all of its tokens. A step that a width does
+not fit is not counted as one that could have had it. Costs are those of steps without chunks, which hide less of it.
 """
 
 from __future__ import annotations
@@ -36,26 +34,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-PROBE_EVERY: Final = 64  # steps of rows that decode, chunks or not, that could have had a width, before it is tried
-REMEMBERED_ROUNDS: Final = 512  # from so many on, what was gained counts half
-LEAST_REMEMBERED: Final = 64  # rounds of a place that wider windows alone show are not forgotten below these
+PROBE_EVERY: Final = 64  # decode and mixed steps that could have had a width, before it is tried
+REMEMBERED_ROUNDS: Final = 512  # from so many on, old acceptance counts half
+LEAST_REMEMBERED: Final = 64  # steps of a position that only wider windows show are not forgotten below these
 UNIT: Final = 1000  # costs are in thousandths of a plain step
 
 Costs = tuple[tuple[int, int], ...]
-Widths = tuple[tuple[int, Costs], ...]  # W and what it costs, W descending
+Widths = tuple[tuple[int, Costs], ...]  # (W, its costs), W descending
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Windows of ``width`` tokens a row, 2 or more.
+    """Verification steps of ``width`` tokens a row, 2 or more.
 
-    ``most_rows``: with more rows no step is a window, and with as many or fewer each is; 0: none ever is. None: gains
-    decide. ``costs``: (decode rows up to, thousandths of a plain step's time that a window takes), rows ascending from
-    1 on; the first entry that covers a step's rows counts, and the last one where none does. Without any, every step is
-    a window. ``mixed_percent``: of the tokens that a step with chunks may have, so many may be windows'; 0: rows beside
-    chunks have one token each. ``narrower``: (W, costs) of windows with fewer tokens, W descending, which steps may
-    have where gains decide; each with costs of its own, and ``costs``, too. Data, as MixedSteps is: rank 0 measures and
-    shares, the digest holds it. Raises ValueError.
+    ``most_rows``: steps with more rows do not speculate, all others do; 0: none does. None: expected tokens decide.
+    ``costs``: (decode rows up to, thousandths of a plain step's time), rows ascending from 1 on; the first entry that
+    covers a step's rows counts, else the last one. Empty: every step speculates. ``mixed_percent``: most of a mixed
+    step's tokens that draft windows may take; 0: decode rows have one token each there. ``narrower``: (W, costs) of
+    smaller widths, W descending, for steps where expected tokens decide; needs ``costs``. Data, as MixedSteps is: rank
+    0 measures and shares, the digest holds it. Raises ValueError.
     """
 
     width: int
@@ -92,8 +89,8 @@ class Speculation:
 
 
 def cost_of(costs: Costs, rows: int) -> int:
-    """Of a window of so many rows, in thousandths of a plain step: of the first entry that covers them, or of the last;
-    0 where there is none."""
+    """Cost for so many rows in thousandths of a plain step: of the first entry that covers them, else of the last; 0
+    without entries."""
     return costs[min(bisect_left(costs, (rows, 0)), len(costs) - 1)][1] if costs else 0
 
 
@@ -102,20 +99,19 @@ def _flat(costs: Costs) -> list[int]:
 
 
 class SpeculationPolicy:
-    """``width(rows)`` for every decode step that is planned, ``mixed`` for every one with chunks beside its rows,
-    ``landed`` for every window that landed, in order. ``tree``: tokens that a row brings to a window, where these are
-    draft trees; a chain brings W."""
+    """Call ``width(rows)`` for every planned decode step, ``mixed`` for every mixed step, and ``landed`` for every
+    verification step that landed, in order. ``tree``: tokens of a row's draft tree; 0: W."""
 
     def __init__(self, config: Speculation, tree: int = 0) -> None:
         self.config = config
-        self.off: dict[str, int] = {}  # steps of decode rows that were no windows: "batch", "gain", "mixed"
-        self.narrowed: dict[int, int] = {}  # steps that were narrower windows, by their guesses
+        self.off: dict[str, int] = {}  # steps of decode rows without speculation: "batch", "gain", "mixed"
+        self.narrowed: dict[int, int] = {}  # narrower verification steps, by draft tokens a row
         self._tree = tree
         self._widths: Widths = ((config.width, config.costs), *config.narrower)
-        # Rounds that are remembered, of those wide enough to gain 2, 3, ... W tokens, and how many did.
+        # Remembered drafts that could append 2, 3, ... W tokens, and how many did.
         self._tried = [0] * (config.width - 1)
         self._gained = [0] * (config.width - 1)
-        self._expected_of: list[tuple[int, int]] = []  # of 1, 2, ... W tokens; empty until it is asked for
+        self._expected_of: list[tuple[int, int]] = []  # of 1, 2, ... W tokens; computed on demand
         # By W: steps that could have had it since the last one that had as much.
         self._since = {width: 0 for width, _ in self._widths}
 
@@ -124,17 +120,17 @@ class SpeculationPolicy:
         return self._counted(rows, self._widths)
 
     def mixed_width(self, rows: int, tokens: int, most: int | None = None) -> int:
-        """W of ``rows`` rows in a step that may have ``tokens`` with its chunks, if it gets any; nothing is counted.
-        ``most``: tokens that windows may have whatever their share is; None: as many as there are."""
+        """W of ``rows`` rows in a mixed step of at most ``tokens``, should it get chunks; nothing is counted.
+        ``most``: limit for the tokens of draft windows, besides ``mixed_percent``; None: no limit."""
         return self._choice(rows, self._fitting(rows, tokens, most))[0]
 
     def mixed(self, rows: int, tokens: int, most: int | None = None) -> None:
-        """That step has chunks. To be told before anything lands or is counted, so that its W is the one above."""
+        """Count that step, which got chunks. Call before anything lands or is counted, so that W stays as above."""
         self._counted(rows, self._fitting(rows, tokens, most))
 
     def landed(self, width: int, rounds: int, kept: Sequence[int]) -> None:
-        """``rounds`` live rows had a window of ``width``; ``kept[i]`` of them kept more than i guesses. Ghosts and
-        padding are no rounds."""
+        """``rounds`` live rows verified ``width`` tokens; ``kept[i]`` of them accepted more than i draft tokens. Ghosts
+        and padding do not count."""
         if not self.config.costs:
             return
         self._expected_of.clear()
@@ -149,14 +145,14 @@ class SpeculationPolicy:
                 tried[place], gained[place] = remembered // 2, gained[place] // 2
 
     def tokens(self, width: int) -> int:
-        """That a row of a window of ``width`` is expected to gain, in thousandths."""
+        """Expected tokens of a row in a step of ``width``, in thousandths."""
         return self._expected(width)[0]
 
     def _expected(self, width: int) -> tuple[int, int]:
-        """These tokens, and the share of rounds that gain the last of them.
+        """These tokens, and the probability of the last of them, in thousandths.
 
-        No place is kept more often than the one before it: what wider windows showed long ago may say so, and of places
-        that none showed this is what is hoped.
+        No position is accepted more often than the one before it: this bounds old figures of wider steps, and is the
+        estimate for positions that were never tried.
         """
         expected = self._expected_of
         if not expected:  # something landed since
@@ -170,7 +166,7 @@ class SpeculationPolicy:
         return expected[width - 1]
 
     def _fitting(self, rows: int, tokens: int, most: int | None) -> Widths:
-        """Those whose windows take their share of ``tokens`` at most."""
+        """Widths whose draft windows take at most ``mixed_percent`` of ``tokens``."""
 
         def fits(width: int) -> bool:
             taken = rows * (self._tree or width)
@@ -179,7 +175,7 @@ class SpeculationPolicy:
         return tuple(entry for entry in self._widths if fits(entry[0]))
 
     def _choice(self, rows: int, widths: Widths) -> tuple[int, str]:
-        """W of a step of so many rows, of ``widths`` or 1, and why it is no window; empty where it is one."""
+        """W of a step of so many rows, of ``widths`` or 1, and why it does not speculate; empty if it does."""
         config = self.config
         if not widths:
             return 1, "mixed"
@@ -199,13 +195,13 @@ class SpeculationPolicy:
         return best, "gain" if best == 1 else ""
 
     def _could_pay(self, width: int, cost: int, wider: int, wider_cost: int) -> bool:
-        """Whether so much of ``wider`` may be kept that it gives more than ``width``, the best by what is known."""
+        """Whether ``wider`` could append enough tokens to beat ``width``, the best by what is known."""
         if not self.config.narrower:
             return True
         tokens = self.tokens(width)
         shown = max([w for w, since in self._since.items() if width < w < wider and since < PROBE_EVERY], default=width)
         known, share = self._expected(shown)
-        most = known + (wider - shown) * share  # of 1 the share is UNIT: nothing is known
+        most = known + (wider - shown) * share  # of 1 it is UNIT: nothing is known
         return most * cost > tokens * wider_cost
 
     def _counted(self, rows: int, widths: Widths) -> int:

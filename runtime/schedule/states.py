@@ -11,14 +11,14 @@ from enum import Enum
 
 class State(Enum):
     WAITING = "waiting"  # in the queue; holds nothing
-    JOINING = "joining"  # another answer to its prompt is computing that, and takes it along; holds nothing
+    JOINING = "joining"  # another answer is computing the same prompt; it forks at its end; holds nothing
     PREFILL = "prefill"  # holds a slot and blocks; part of its prompt is still to be planned
     DECODE = "decode"  # a row of every decode step
     STALLED = "stalled"  # would be a row, but no block (or no row) is free yet; holds what it has
     DRAINING = "draining"  # the steps in flight are enough to end it by length; waits for them to land
-    PAUSED = "paused"  # somebody asked; holds what it has
-    PARKED = "parked"  # of a session: its quantum is over and has landed; holds what it has until memory is short
-    EVICTING = "evicting"  # gave up slot and blocks; waits behind its fence
+    PAUSED = "paused"  # a caller asked; holds what it has
+    PARKED = "parked"  # of a session: its token quota has landed; holds what it has until memory is short
+    EVICTING = "evicting"  # gave up slot and blocks; waits for its fence
     ENDED = "ended"  # finished, cancelled or rejected
 
     __hash__ = object.__hash__  # Enum's own is Python code, and a dozen look-ups a request are by state

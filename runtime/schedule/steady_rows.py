@@ -1,6 +1,6 @@
-"""Rows that land again and again without a change, as those of a steady batch do: what stays the same is kept.
+"""Rows of a steady decode batch: lands step after step of the same rows without looking at each of them.
 
-Knows: how rows gain one token each, and when the next of them fills a block. Does not know: windows, ghosts, ends: a
+Knows: how rows append one token each, and when the next of them fills a block. Does not know: windows, ghosts, ends: a
 step that has one lands row by row (scheduler.py).
 """
 
@@ -12,10 +12,10 @@ from runtime.schedule.sequence import SequenceState
 
 
 class SteadyRows:
-    """``land`` for one step after the other of ``rows``, all live and going on; of no use once they land otherwise.
+    """``land`` for consecutive steps of ``rows``, all live and continuing; discarded after any other landing.
 
-    ``gained`` is told of a row whose ``publish_at`` is passed, in the order of rows. Rows are looked at when that may
-    be so, not in each step: with 256 rows that, and finding each row's tokens, would be half of the landing.
+    ``gained`` is called for a row whose ``publish_at`` is passed, in the order of rows. Rows are checked only when that
+    may be so: with 256 rows a check in each step, and finding each row's tokens, would be half of the landing.
     """
 
     def __init__(self, rows: tuple[SequenceState, ...], gained: Callable[[SequenceState], None]) -> None:
@@ -28,7 +28,7 @@ class SteadyRows:
             self._look_again(row)
 
     def land(self, tokens: Sequence[int]) -> None:
-        """One token for each row."""
+        """Append one token to each row."""
         for append, token in zip(self._appends, tokens, strict=True):
             append(token)
         self._landings += 1

@@ -183,13 +183,13 @@ def picture() -> str:
     drawing.text(LEFT, 158, "the device idles while the host lands a step and plans the next", "quiet")
 
     top = 214
-    drawing.text(16, 190, "Chained, depth 2: two steps are queued while one runs; nobody waits for a token", "title")
+    drawing.text(16, 190, "Chained, depth 2: two steps are queued while one runs; no launch waits for a token", "title")
     draw_lanes(drawing, top, chained)
     below = top + HOST + 14 + DEVICE
     ghosts = [box for box in chained if any(ghost for _, ghost in box.rows)]
     joins = next(box for box in chained if any(name == "C" for name, _ in box.rows))
     stop = ghosts[0].step - 1
-    note(drawing, middle_of(chained, ran, stop) - 30, below + 40, "B draws its stop token", below)
+    note(drawing, middle_of(chained, ran, stop) - 30, below + 40, "B samples its stop token", below)
     ghost_x = LEFT + (ghosts[0].start + ghosts[0].end) / 2
     note(drawing, ghost_x, below + 22, f"{len(ghosts)} ghost rows of B, masked", below)
     note(
