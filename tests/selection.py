@@ -1,4 +1,4 @@
-"""Which cases of a grid `make test` runs, and which are left to `make test-long`.
+"""Which cases of a grid `make test` runs, and which are left to `make test-all`.
 
 Knows: covering arrays. Two cases of a grid mostly run the same code; what one of them alone can show is a value, or two
 values that meet. Does not know: what the values are.

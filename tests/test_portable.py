@@ -1,4 +1,4 @@
-"""The runs of `make test-portable` cover what it promises, and its variables reach torch."""
+"""The runs of `make test-all PART=portable` cover what it promises, and its variables reach torch."""
 
 from __future__ import annotations
 

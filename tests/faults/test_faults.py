@@ -1,8 +1,8 @@
 """Real faults in real jobs of four ranks under torchrun: each ends by name and in time, and leaves what it promised.
 
 One case of each fault by a seed (LOCKSTRIDE_FAULT_SEED; 10, where the rank whose disk is full has something to write);
-`make test-faults` runs them all. Here torchrun and its ranks are forks of a process that has imported everything, and
-share two cores with other tests: times count SLACK-fold.
+`make test-all PART=faults` runs them all. Here torchrun and its ranks are forks of a process that has imported
+everything, and share two cores with other tests: times count SLACK-fold.
 """
 
 from __future__ import annotations

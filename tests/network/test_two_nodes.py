@@ -75,7 +75,7 @@ def test_a_hybrid_and_its_guesses(job: TwoNodeJob) -> None:
 
 
 def test_a_link_that_becomes_slow_changes_no_token(hosts: TwoHosts, job: TwoNodeJob) -> None:
-    """A step over it takes seconds: only the last ones do. Loading over it is part of `make test-network`."""
+    """A step over it takes seconds: only the last ones do. Loading over it is part of `make test-all PART=network`."""
     expected = prepared(job, 2, 16)
     with job:
         job.start(*PATIENT, pace="slow")

@@ -16,6 +16,9 @@ from tests.slurm.jobs import CAUGHT, FEW, GenerateJob
 pytestmark = pytest.mark.slurm
 
 LAUNCHERS = ("torchrun", "srun")
+LONG = (
+    pytest.mark.long
+)  # CI has time for one job of each kind: start, two nodes, array and requeue, signal, serve, resume
 
 
 HERE = {"LOCKSTRIDE_INTERFACE": "lo", "LOCKSTRIDE_RANKS_PER_NODE": "2"}  # two ranks, on nodes that are this machine
@@ -44,19 +47,20 @@ def check_completed(job: GenerateJob, *sbatch: str) -> None:
     job.check_answers()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=LONG), "srun"])
 def test_one_node(job: GenerateJob, launcher: str) -> None:
     job.variables["LOCKSTRIDE_LAUNCHER"] = launcher
     check_completed(job)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=LONG)])
 def test_two_nodes(job: GenerateJob, launcher: str) -> None:
     job.variables |= {"LOCKSTRIDE_LAUNCHER": launcher, "LOCKSTRIDE_RANKS_PER_NODE": "1"}
     check_completed(job, "--nodes=2")
     assert "2 node(s) x 1 rank(s)" in job.said
 
 
+@LONG
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_hosts_that_meet_by_name(
     network_cluster: Cluster, tmp_path: Path, expected: dict[str, list[int]], launcher: str
@@ -93,6 +97,7 @@ def test_usr1_ends_tasks_of_arrays_which_go_on_after_a_requeue(
         job.check_answers()
 
 
+@LONG
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_cancelled_job_goes_on_when_it_is_submitted_again(job: GenerateJob, launcher: str) -> None:
     job.variables["LOCKSTRIDE_LAUNCHER"] = launcher
@@ -118,6 +123,7 @@ def test_sigterm_to_the_ranks_ends_the_job_with_143(job: GenerateJob) -> None:
     assert (ended.state, ended.exit_code) == ("FAILED", "143:0"), job.said
 
 
+@LONG
 def test_the_controller_restarts_under_a_running_job(job: GenerateJob) -> None:
     job.submit()
     job.wait_for_rows()
@@ -128,6 +134,7 @@ def test_the_controller_restarts_under_a_running_job(job: GenerateJob) -> None:
     job.check_answers()
 
 
+@LONG
 def test_a_node_that_is_lost_gives_its_job_to_another(job: GenerateJob) -> None:
     job.submit("--nodelist=n2")
     job.wait_for_rows()
@@ -141,6 +148,7 @@ def test_a_node_that_is_lost_gives_its_job_to_another(job: GenerateJob) -> None:
     job.check_answers()
 
 
+@LONG
 def test_a_rank_that_dies_ends_the_job_with_its_name(job: GenerateJob) -> None:
     job.variables["LOCKSTRIDE_RANKS_PER_NODE"] = "1"
     job.submit("--nodes=2")
@@ -156,6 +164,7 @@ def test_a_rank_that_dies_ends_the_job_with_its_name(job: GenerateJob) -> None:
 # ---- worlds of the wrong size: refused before anything is loaded, where they used to hang ----
 
 
+@LONG
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
@@ -185,6 +194,7 @@ def test_a_world_of_the_wrong_size_is_refused(job: GenerateJob, command: str, re
     assert job.rows() == 0
 
 
+@LONG
 def test_a_tensor_parallel_size_other_than_the_ranks_is_refused(job: GenerateJob) -> None:
     job.submit(options=("--tensor-parallel-size", "4"))
     assert job.cluster.wait_for_job(job.id).state == "FAILED"

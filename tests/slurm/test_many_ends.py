@@ -1,4 +1,4 @@
-"""More ways for a job on Slurm to run and to end than CI has time for: `make test-slurm`."""
+"""More ways for a job on Slurm to run and to end than CI has time for: `make test-all PART=slurm`."""
 
 from __future__ import annotations
 

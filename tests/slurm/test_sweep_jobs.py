@@ -71,6 +71,7 @@ class SweepJobs:
         return "\n".join(f"==> {path} <==\n{path.read_text()}" for path in logs)
 
 
+@pytest.mark.long
 def test_an_array_of_twelve_points_of_which_two_fail(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_resume_after_scancel_and_requeue_after_usr1(
     assert "double" not in " ".join(journal_lines(sweep.out))
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_forgot_is_handed_in_again(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,7 +275,7 @@ def test_two_sweeps_over_one_ledger_share_the_points(tmp_path: Path) -> None:
     assert not any(line.startswith("double") for line in journal_lines(out))
 
 
-# ---- kills of real processes, at any time; each change: test_kill_at.py; hundreds: `make test-kill` ----
+# ---- kills of real processes, at any time; each change: test_kill_at.py; hundreds: `make test-all PART=kills` ----
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Random batches through the whole front end: the same rows as line by line over the plainest engine there is.
 
-The long form is `make test-batches`. Here: a handful, and every seed that has found something.
+The long form is `make test-all PART=batches`. Here: a handful, and every seed that has found something.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from tests.runtime.schedule.fuzz import (
 from tests.runtime.schedule.mixed_rules import BrokenRule
 from tests.selection import covering
 
-SEEDS = 400  # of a part. The rarest mutant below shows in one seed of a hundred; `make fuzz` runs a million
+SEEDS = 400  # of a part. The rarest mutant below shows in one seed of a hundred; make test-all PART=fuzz has a million
 PARTS = [*range(2), *(pytest.param(part, marks=pytest.mark.long) for part in range(2, 80))]
 
 

@@ -1,0 +1,167 @@
+"""A budget in CPU seconds for each test: a pytest plugin (tests/conftest.py).
+
+A test may take LIMIT_S, in a quick room QUICK_LIMIT_S; markers ``slow`` and ``long`` lift that. A test that takes more
+runs once more, and fails if that takes TIMES times the limit, too: cold caches, and a busy machine, on which a CPU
+second does less, are no fault of the test. A worker's first test pays for imports and is excluded.
+
+Knows: CPU time of this process and of child processes that were waited for. Does not know: wall time, which depends on
+what else runs, or processes that outlive a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+LIMIT_S = 1.0
+QUICK_LIMIT_S = 0.1
+TIMES = 3
+LIFTED = ("slow", "long", "gpu", "multigpu", "slurm")
+# Quick rooms, which `make check` runs for every edit: folders and files whose tests take QUICK_LIMIT_S each.
+QUICK: tuple[str, ...] = (
+    "tests/bench",
+    "tests/launch",
+    "tests/models",
+    "tests/parallel",
+    "tests/runtime",
+    "tests/slurm",
+    "tests/docs/test_links.py",
+)
+# Files in them whose tests take longer.
+SLOWER: frozenset[str] = frozenset(
+    """
+    tests/bench/test_bench_ragged_attention.py
+    tests/bench/test_dense_shapes.py
+    tests/bench/test_front_door.py
+    tests/bench/test_merge_choices.py
+    tests/bench/test_round_launches.py
+    tests/launch/api/test_requests.py
+    tests/launch/api/test_sampling_defaults.py
+    tests/launch/bench/load/test_openai_backend.py
+    tests/launch/bench/test_commands.py
+    tests/launch/bench/test_profile.py
+    tests/launch/generate/test_bad_input.py
+    tests/launch/generate/test_data_parallel.py
+    tests/launch/generate/test_generate.py
+    tests/launch/generate/test_kill_anywhere.py
+    tests/launch/ranks/test_nccl_postmortem.py
+    tests/launch/ranks/test_processes.py
+    tests/launch/serve/test_served.py
+    tests/launch/serve/test_soak.py
+    tests/launch/test_complete.py
+    tests/launch/test_entry.py
+    tests/launch/tune/test_gpu_runner.py
+    tests/launch/tune/test_plan.py
+    tests/launch/tune/test_shapes.py
+    tests/models/kernels/recurrent/test_trees.py
+    tests/models/kernels/test_compile_ahead.py
+    tests/models/kernels/test_flashinfer_build.py
+    tests/models/kernels/test_matmul_dispatch.py
+    tests/models/kernels/test_shipped_choices.py
+    tests/models/test_demo_files.py
+    tests/models/test_parity.py
+    tests/models/test_weights_fuzz.py
+    tests/parallel/control/test_agreement.py
+    tests/runtime/daemon/test_frames.py
+    tests/runtime/daemon/test_protocol.py
+    tests/runtime/daemon/test_twin.py
+    tests/runtime/execute/sampling/test_noise.py
+    tests/runtime/execute/step/test_rehearsal.py
+    tests/runtime/execute/test_late_trials.py
+    tests/runtime/frontend/test_async_engine.py
+    tests/runtime/frontend/test_client.py
+    tests/runtime/frontend/test_tokenizer.py
+    tests/runtime/groups/test_idle_groups.py
+    tests/runtime/observe/test_group_records.py
+    tests/runtime/observe/test_observer.py
+    tests/runtime/schedule/test_blocks.py
+    tests/runtime/schedule/test_fuzz.py
+    tests/runtime/schedule/test_resources.py
+    tests/runtime/schedule/test_sessions.py
+    tests/runtime/schedule/test_shares.py
+    tests/runtime/schedule/test_sharing.py
+    tests/runtime/test_chain_depth.py
+    tests/runtime/test_step_budget.py
+    tests/runtime/test_window_costs.py
+    tests/runtime/watchdog/test_watchdog.py
+    """.split()
+)
+ROOT = Path(__file__).resolve().parents[1]
+TIMES_FILE = "LOCKSTRIDE_TEST_TIMES"  # a file that gets a JSON line a test: name, CPU seconds, wall seconds
+
+
+def cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def is_quick(path: Path) -> bool:
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    return name not in SLOWER and any(name == room or name.startswith(room + "/") for room in QUICK)
+
+
+def limit_s(item: pytest.Item) -> float:
+    """What ``item`` may take, infinite where a marker lifts the limit."""
+    if any(item.get_closest_marker(name) for name in LIFTED):
+        return float("inf")
+    return QUICK_LIMIT_S if item.get_closest_marker("quick") else LIMIT_S
+
+
+class Budget:
+    """The plugin. ``clock`` gives CPU seconds: another one is for tests of this file."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or cpu_s
+        self._first = True
+
+    def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
+        """`-m quick` does not even import the other rooms."""
+        if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+            return None if is_quick(collection_path) else True
+        return None
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if is_quick(item.path) and not any(item.get_closest_marker(name) for name in (*LIFTED, "multiprocess")):
+            item.add_marker("quick")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports, used = self._run(item, nextitem)
+        first, self._first = self._first, False
+        if not first and used > limit_s(item) and all(report.passed for report in reports):
+            again, used = self._run(item, nextitem)
+            if used > TIMES * limit_s(item):
+                reports = [exceeded(report, used, limit_s(item)) for report in again]
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
+        if hasattr(item, "_request"):
+            item._initrequest()  # fixtures of an earlier run are gone
+        began, at = self._clock(), time.monotonic()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        used = self._clock() - began
+        if path := os.environ.get(TIMES_FILE):
+            with open(path, "a") as file:
+                file.write(json.dumps([item.nodeid, round(used, 3), round(time.monotonic() - at, 3)]) + "\n")
+        return reports, used
+
+
+def exceeded(report: pytest.TestReport, used: float, limit: float) -> pytest.TestReport:
+    """``report``, failed where it is that of the test's own call."""
+    if report.when == "call" and report.passed:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{report.nodeid} took {used:.2f} CPU seconds when it ran again, {TIMES} times the limit of {limit:g} s. "
+            "Make it cheaper, or mark it slow (make check leaves it out) or long (make test leaves it out)."
+        )
+    return report
