@@ -33,64 +33,66 @@ QUICK: tuple[str, ...] = (
     "tests/slurm",
     "tests/docs/test_links.py",
 )
-# Files in them whose tests take longer.
-SLOWER: frozenset[str] = frozenset(
-    """
-    tests/bench/test_bench_ragged_attention.py
-    tests/bench/test_dense_shapes.py
-    tests/bench/test_front_door.py
-    tests/bench/test_merge_choices.py
-    tests/bench/test_round_launches.py
-    tests/launch/api/test_requests.py
-    tests/launch/api/test_sampling_defaults.py
-    tests/launch/bench/load/test_openai_backend.py
-    tests/launch/bench/test_commands.py
-    tests/launch/bench/test_profile.py
-    tests/launch/generate/test_bad_input.py
-    tests/launch/generate/test_data_parallel.py
-    tests/launch/generate/test_generate.py
-    tests/launch/generate/test_kill_anywhere.py
-    tests/launch/ranks/test_nccl_postmortem.py
-    tests/launch/ranks/test_processes.py
-    tests/launch/serve/test_served.py
-    tests/launch/serve/test_soak.py
-    tests/launch/test_complete.py
-    tests/launch/test_entry.py
-    tests/launch/tune/test_gpu_runner.py
-    tests/launch/tune/test_plan.py
-    tests/launch/tune/test_shapes.py
-    tests/models/kernels/recurrent/test_trees.py
-    tests/models/kernels/test_compile_ahead.py
-    tests/models/kernels/test_flashinfer_build.py
-    tests/models/kernels/test_matmul_dispatch.py
-    tests/models/kernels/test_shipped_choices.py
-    tests/models/test_demo_files.py
-    tests/models/test_parity.py
-    tests/models/test_weights_fuzz.py
-    tests/parallel/control/test_agreement.py
-    tests/runtime/daemon/test_frames.py
-    tests/runtime/daemon/test_protocol.py
-    tests/runtime/daemon/test_twin.py
-    tests/runtime/execute/sampling/test_noise.py
-    tests/runtime/execute/step/test_rehearsal.py
-    tests/runtime/execute/test_late_trials.py
-    tests/runtime/frontend/test_async_engine.py
-    tests/runtime/frontend/test_client.py
-    tests/runtime/frontend/test_tokenizer.py
-    tests/runtime/groups/test_idle_groups.py
-    tests/runtime/observe/test_group_records.py
-    tests/runtime/observe/test_observer.py
-    tests/runtime/schedule/test_blocks.py
-    tests/runtime/schedule/test_fuzz.py
-    tests/runtime/schedule/test_resources.py
-    tests/runtime/schedule/test_sessions.py
-    tests/runtime/schedule/test_shares.py
-    tests/runtime/schedule/test_sharing.py
-    tests/runtime/test_chain_depth.py
-    tests/runtime/test_step_budget.py
-    tests/runtime/test_window_costs.py
-    tests/runtime/watchdog/test_watchdog.py
-    """.split()
+# Folders and files in them whose tests take longer.
+SLOWER: tuple[str, ...] = (
+    "tests/bench/test_bench_ragged_attention.py",
+    "tests/bench/test_dense_shapes.py",
+    "tests/bench/test_front_door.py",
+    "tests/bench/test_merge_choices.py",
+    "tests/bench/test_round_launches.py",
+    "tests/launch/api/test_requests.py",
+    "tests/launch/api/test_sampling_defaults.py",
+    "tests/launch/bench/load/test_openai_backend.py",
+    "tests/launch/bench/test_commands.py",
+    "tests/launch/bench/test_profile.py",
+    "tests/launch/generate/test_bad_input.py",
+    "tests/launch/generate/test_data_parallel.py",
+    "tests/launch/generate/test_generate.py",
+    "tests/launch/generate/test_kill_anywhere.py",
+    "tests/launch/ranks/test_nccl_postmortem.py",
+    "tests/launch/ranks/test_processes.py",
+    "tests/launch/report",
+    "tests/launch/serve/test_served.py",
+    "tests/launch/serve/test_soak.py",
+    "tests/launch/sweep",
+    "tests/launch/test_complete.py",
+    "tests/launch/test_entry.py",
+    "tests/launch/tune/test_gpu_runner.py",
+    "tests/launch/tune/test_plan.py",
+    "tests/launch/tune/test_shapes.py",
+    "tests/models/kernels/recurrent/test_trees.py",
+    "tests/models/kernels/test_compile_ahead.py",
+    "tests/models/kernels/test_flashinfer_build.py",
+    "tests/models/kernels/test_matmul_dispatch.py",
+    "tests/models/kernels/test_shipped_choices.py",
+    "tests/models/test_demo_files.py",
+    "tests/models/test_parity.py",
+    "tests/models/test_weights_fuzz.py",
+    "tests/parallel/control/test_agreement.py",
+    "tests/runtime/daemon/test_frames.py",
+    "tests/runtime/daemon/test_protocol.py",
+    "tests/runtime/daemon/test_twin.py",
+    "tests/runtime/engine",
+    "tests/runtime/execute/sampling/test_noise.py",
+    "tests/runtime/execute/step/test_rehearsal.py",
+    "tests/runtime/execute/test_late_trials.py",
+    "tests/runtime/frontend/test_async_engine.py",
+    "tests/runtime/frontend/test_client.py",
+    "tests/runtime/frontend/test_tokenizer.py",
+    "tests/runtime/groups/test_idle_groups.py",
+    "tests/runtime/observe/test_group_records.py",
+    "tests/runtime/observe/test_observer.py",
+    "tests/runtime/schedule/test_blocks.py",
+    "tests/runtime/schedule/test_fuzz.py",
+    "tests/runtime/schedule/test_resources.py",
+    "tests/runtime/schedule/test_sessions.py",
+    "tests/runtime/schedule/test_shares.py",
+    "tests/runtime/schedule/test_sharing.py",
+    "tests/runtime/speculate",
+    "tests/runtime/test_chain_depth.py",
+    "tests/runtime/test_step_budget.py",
+    "tests/runtime/test_window_costs.py",
+    "tests/runtime/watchdog/test_watchdog.py",
 )
 ROOT = Path(__file__).resolve().parents[1]
 TIMES_FILE = "LOCKSTRIDE_TEST_TIMES"  # a file that gets a JSON line a test: name, CPU seconds, wall seconds
@@ -102,8 +104,14 @@ def cpu_s() -> float:
 
 
 def is_quick(path: Path) -> bool:
-    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
-    return name not in SLOWER and any(name == room or name.startswith(room + "/") for room in QUICK)
+    if not path.is_relative_to(ROOT):
+        return False
+    name = path.relative_to(ROOT).as_posix()
+
+    def within(rooms: tuple[str, ...]) -> bool:
+        return any(name == room or name.startswith(f"{room}/") for room in rooms)
+
+    return within(QUICK) and not within(SLOWER)
 
 
 def limit_s(item: pytest.Item) -> float:

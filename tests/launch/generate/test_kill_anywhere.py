@@ -1,4 +1,4 @@
-"""A kill of `generate`, of a real process at any time; each change: test_kill_at.py; hundreds: `make test-all PART=kills`."""
+"""A kill of `generate`, of a real process at any time; each change: test_kill_at.py; hundreds: `make test-all`."""
 
 from __future__ import annotations
 
