@@ -307,19 +307,13 @@ def decode_floor(
     return target_floor(shape, device, batch=batch, length=length)
 
 
-def target_floor(
-    shape: Shape, device: Ceilings, *, batch: int, length: float, tokens: int = 1, active: float | None = None
-) -> Floor:
-    """Of a step of one token a row, or of the verification of ``tokens`` a row, with taking in those that are kept.
-
-    ``active``: experts of a layer that the rank with most of them reads, where they were counted; else what uniform
-    routing makes them.
-    """
+def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, tokens: int = 1) -> Floor:
+    """Of a step of one token a row, or of the verification of ``tokens`` a row, with the state update of those that are
+    accepted."""
     rows, share = device.rows(batch), device.share
     floor = device.products(shape.dense / share, 2 * shape.dense * rows * tokens / share)
     if shape.experts:
-        if active is None:
-            active = experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
+        active = _experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
         flop = 2 * shape.expert * shape.experts_per_token * batch * tokens / device.ranks
         floor += device.products(shape.expert * active, flop)
     kv_heads = max(1.0, shape.kv_heads / share)
@@ -345,7 +339,7 @@ def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length
         floor += device.products(layers, 2 * layers * rows * tokens)
         floor += device.products(drafter.head / share, 2 * drafter.head * rows * guessed / share)
         if drafter.experts:
-            active = experts_of_the_fullest_rank(drafter, rows * tokens, share)
+            active = _experts_of_the_fullest_rank(drafter, rows * tokens, share)
             flop = 2 * drafter.expert * drafter.experts_per_token * rows * tokens / share
             floor += device.products(drafter.expert * active, flop)
         floor += device.attention(
@@ -372,7 +366,7 @@ def round_floor(
     return verified + drafter_floor(drafter, device, batch=batch, length=length, guesses=guesses)
 
 
-def experts_of_the_fullest_rank(shape: Shape | DrafterShape, tokens: int, ranks: int) -> float:
+def _experts_of_the_fullest_rank(shape: Shape | DrafterShape, tokens: int, ranks: int) -> float:
     """Experts that at least one of ``tokens`` asks for, on the rank with most of them, expected under uniform routing:
     the largest of ``ranks`` binomial counts."""
     here = shape.experts // ranks

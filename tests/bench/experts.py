@@ -11,11 +11,6 @@ down and the other way round, some milliseconds each; then the fastest of both t
 first of them and the default in the other order of programs, in rounds that take turns. FOLDER gets
 expert-tiles-SHAPE.json, tiles as the fields of expert_tiles.Tiles.
 
-    python3 -m tests.bench.experts --rows 8 32 --pairs 16,128,128,4,4,1/16,128,128,4,4,1 --out FOLDER
-
-times the default and the pairs after ``--pairs`` in such rounds at each number of rows, without a sweep. A pair is the
-fields of Tiles for gate-up and, behind the slash, for down. FOLDER gets expert-pairs-SHAPE.json.
-
     python3 -m tests.bench.experts --shape mixtral-8x7b --rows 2 4 512 2048 8192 --kernels --out FOLDER
 
 times the other kernels against the one for short lists in such rounds: pair by pair where rows are few, the one for
@@ -29,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple, replace
@@ -46,14 +42,19 @@ from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
 from models.kernels.nvidia import NvidiaKernels
-from tests.bench.expert_pairs import SUCH_AS, Pair, named, pair_of, products
-from tests.bench.expert_timing import LAYERS, Run, agree, in_turns, microseconds
-from tests.bench.kernels import DEVICE, compile_all, run_share
+from tests.bench.expert_timing import DEVICE, LAYERS, Run, agree, in_turns, microseconds
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 MOST_APART = 16  # rows for which pair by pair is worth a look
 FINALISTS = 2  # of each product: all their pairs are compared
+
+Pair = tuple[Tiles, Tiles]  # of gate-up and of down
+
+
+def products(layer: Layer) -> dict[str, tuple[int, int]]:
+    """(outputs, inner) of each."""
+    return {"gate-up": (2 * layer.inner, layer.hidden), "down": (layer.hidden, layer.inner)}
 
 
 def default_pair(layer: Layer, rows: int) -> Pair:
@@ -87,20 +88,36 @@ def every_pair(layer: Layer, rows: int) -> dict[str, list[Pair]]:
     return {"gate-up": [(one, down) for one in tried["gate-up"]], "down": [(up, one) for one in tried["down"]]}
 
 
+def compile_all(workers: int, layer: Layer, rows: list[int]) -> None:
+    """``compile_share`` in each of ``workers`` processes, which leave compiled kernels on disk."""
+    begun, context = time.monotonic(), multiprocessing.get_context("spawn")
+    processes = [context.Process(target=compile_share, args=(i, workers, layer, rows)) for i in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    print(f"compiled in {time.monotonic() - begun:.0f} s by {workers} processes", flush=True)
+
+
 def compile_share(index: int, share: int, layer: Layer, rows: list[int]) -> None:
     """Every ``share``-th of what ``rows`` try, once, over lists that are empty: no program reads the weights."""
-    nobody = torch.full((16, layer.choices), -1, dtype=torch.int32, device=DEVICE)
+    no_expert = torch.full((16, layer.choices), -1, dtype=torch.int32, device=DEVICE)
     x, scores = layer.tokens(16), torch.zeros(16, layer.choices, device=DEVICE)
     empty = torch.empty(1, dtype=layer.dtype, device=DEVICE)
     up, down = (empty.expand(layer.held, *size) for size in products(layer).values())
-    given = partial(expert_mlp, x, up, down, scores, nobody, True, all_experts=layer.experts)
+    given = partial(expert_mlp, x, up, down, scores, no_expert, True, all_experts=layer.experts)
     todo: dict[Any, Callable[[], Any]] = {}
     for count in rows:
         tried = every_pair(layer, count)
         for pair in [block_by_block(default_pair(layer, count)), *tried["gate-up"], *tried["down"]]:
             for name, tiles in zip(products(layer), pair, strict=True):
                 todo.setdefault((name, tiles), partial(given, pair))
-    run_share(index, share, todo)
+    for key in list(todo)[index::share]:
+        try:
+            todo[key]()
+        except Exception as error:  # of the compiler or the launcher
+            print("refused", key, str(error)[:100].replace("\n", " "), flush=True)
+    torch.cuda.synchronize()
 
 
 class TileBench:
@@ -135,9 +152,8 @@ class TileBench:
         found = in_turns(runs)
         print(f"  in turns, {time.monotonic() - begun:.0f} s, and as shares of the default's:", flush=True)
         for pair, one in found.items():
-            print(
-                f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {named(pair)}", flush=True
-            )
+            name = "/".join(",".join(map(str, astuple(tiles))) for tiles in pair)
+            print(f"    {one.us:8.1f} us, {one.ratio:.3f} ({one.least:.3f} to {one.most:.3f}): {name}", flush=True)
         finals = [{"pair": [astuple(one) for one in pair], **asdict(took)} for pair, took in found.items()]
         return {"rows": self._rows, "in_turns": finals}
 
@@ -192,20 +208,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     tried = parser.add_mutually_exclusive_group()
     tried.add_argument("--tiles", nargs="+", type=int, default=[], metavar="ROWS", help="try tiles for these rows")
-    tried.add_argument("--pairs", nargs="+", default=[], metavar="PAIR", help=f"try these, as {SUCH_AS}/{SUCH_AS}")
     tried.add_argument("--kernels", action="store_true", help="time all kernels that there are for these rows")
     parser.add_argument("--compile-workers", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for what --tiles, --pairs or --kernels finds")
+    parser.add_argument("--out", type=Path, help="folder for what --tiles or --kernels finds")
     args = parser.parse_args()
-    if (args.tiles or args.pairs or args.kernels) and args.out is None:
-        parser.error("--out is needed with --tiles, --pairs and --kernels: where the times go")
+    if (args.tiles or args.kernels) and args.out is None:
+        parser.error("--out is needed with --tiles and --kernels: where the times go")
     layer = share_of(args.shape, args.ranks)
-    try:
-        pairs = [pair_of(text, layer) for text in args.pairs]
-    except ValueError as error:
-        parser.error(f"--pairs: {error}")
     if args.tiles and args.compile_workers:
-        compile_all(compile_share, (layer, args.tiles), args.compile_workers)
+        compile_all(args.compile_workers, layer, args.tiles)
     torch.manual_seed(0)
     kernels, weights = NvidiaKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
     expert_bytes = 2 * 3 * layer.hidden * layer.inner
@@ -233,8 +244,6 @@ def main() -> None:
         bench = TileBench(layer, weights, chosen)
         if args.kernels:
             kind, result = "kernels", bench.kernels()
-        elif pairs:
-            kind, result = "pairs", bench.in_turns(pairs)
         elif rows in args.tiles:
             kind, result = "tiles", bench.sweep()
         else:

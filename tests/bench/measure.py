@@ -65,8 +65,6 @@ _LONG_TTFT = "--batch-size 1,8 --input-len 32000 --output-len 65 --max-model-len
 _PREFIX = "--dataset-name prefix --prefix-len 1900 --suffix-len 148 --num-prefixes 1 --num-prompts 64"
 _EXPERTS = f"{_BENCH} {{}} --model qwen3-30b-a3b --expert-parallel"
 _TILES = "-m tests.bench.experts --out {out}/results --compile-workers 13"
-# About 35 s when each was timed once, with FlashInfer's module built before; rounds add some 20 s. No build fits in.
-_FLASHINFER = "-m tests.bench.flashinfer_experts --out {out}/results"
 _GROUPS = f"{_BENCH} latency --model qwen3-30b-a3b --data-parallel-size 2"
 _THREE = "--decode-buckets 1,32,256"
 _ROUNDS = {
@@ -123,14 +121,11 @@ PARTS = (
     Part(
         "mixtral-kernels", 1, 90, f"{_TILES} --shape mixtral-8x7b --kernels --rows 1 2 4 512 1024 2048 3000 4096 8192"
     ),
-    Part("experts-flashinfer", 1, 150, _FLASHINFER),
-    Part("mixtral-flashinfer", 1, 150, f"{_FLASHINFER} --shape mixtral-8x7b"),
     Part("latency-30b-a3b", 1, 240, f"{_BENCH} latency --model qwen3-30b-a3b {_FEW} {_BOTH}"),
     Part("startup-8b", 1, 90, f"{_BENCH} latency --model qwen3-8b --batch-size 1 --num-iters 1 --num-warmups 0"),
     Part("cold-8b", 1, 120, "-m tests.bench.cold_start --out {out}"),
     Part("prefill-attention", 1, 100, "-m tests.bench.prefill --out {out}/results"),
     Part("host", 1, 120, "-m tests.runtime.engine.bench_host --device cuda"),
-    Part("bare-chain", 1, 90, "-m tests.bench.device"),
     Part("filters", 1, 90, "-m tests.bench.sampler"),
     Part("sampler", 1, 120, "-m tests.bench.sampler --variants"),
     *(  # each leaves a table, which merge_choices.py takes over; what is cut off goes on in the next run
@@ -146,13 +141,7 @@ PARTS = (
             *((model, ranks) for model in ("8b", "32b") for ranks in (2, 4, 8)),
         )
     ),
-    Part("step", 1, 120, "-m tests.bench.kernels --out {out}/results --part step --compile-workers 13 --profile"),
-    Part("attention", 1, 180, "-m tests.bench.kernels --out {out}/results --part attention --compile-workers 13"),
-    Part("attention-in-layer", 1, 110, "-m tests.bench.attention --out {out}/results --compile-workers 13"),
-    Part("ragged-attention", 1, 150, "-m tests.bench.ragged_attention --out {out}/results --compile-workers 13"),
-    Part("windows-in-layer", 1, 240, "-m tests.bench.window_attention --in-layer --lengths 1150 --out {out}/results"),
-    Part("power", 1, 120, "-m tests.bench.power --out {out}/results"),
-    Part("rotation", 1, 90, "-m tests.bench.rotation --out {out}/results"),
+    Part("windows-in-layer", 1, 240, "-m tests.bench.window_attention --lengths 1150 --out {out}/results"),
     Part("symmetric-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_symmetric.py"),
     Part("exchange-shared", 1, 240, f"{_PYTEST} -m gpu tests/gpu/test_exchange_gpu.py"),
     *(Part(name, 1, 120, command) for name, command in _ROUNDS.items()),
@@ -169,7 +158,6 @@ PARTS = (
     Part("exchange-tests", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_exchange_gpu.py"),
     Part("symmetric", 2, 90, f"{_PYTEST} -m multigpu tests/gpu/test_symmetric.py"),
     Part("pushed", 2, 150, f"{_PYTEST} {_OF_TWO} tests/gpu/test_pushed_all_reduce_gpu.py"),
-    Part("push", 2, 150, "-m tests.bench.push --out {out}/results --compile-workers 26", True),
     Part("engine-tests-tp2", 2, 120, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_engine_ranks_gpu.py"),
     Part("generate-tp2", 2, 280, f"{_PYTEST} -s {_OF_TWO} tests/gpu/test_generate_gpu.py"),
     Part("models-tp2", 2, 120, f"{_PYTEST} -m multigpu tests/gpu/test_models.py"),

@@ -1,11 +1,11 @@
 """What sampling costs on one GPU: microseconds of a captured sample-and-check.
 
-    python3 -m tests.bench.sampler              # filters: the kernels before and now in turns, launches; under a minute
+    python3 -m tests.bench.sampler              # filters: whole rows, and a rank's half of them; launches of a draw
     python3 -m tests.bench.sampler --variants   # every variant by batch: Triton and torch, and the memory they allocate
 
-Logits are [B, 151936]. Filters: medians of ROUNDS turns of REPLAYS replays each. Before both are timed their tokens are
-compared; a difference ends the run. "share of two" is what one of two ranks does for the same rows: its half, and the
-merge of both halves, without the exchange between. Variants: means of 50 replays; "peak" is what it allocates, in MiB.
+Logits are [B, 151936]. Filters: medians of ROUNDS turns of REPLAYS replays each. "half" is what one of two ranks does
+for the same rows: its half of the vocabulary, and the merge of both halves, without the all-gather between. Variants:
+means of 50 replays; MiB is what it allocates at most.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens
-from runtime.execute.sampling.sampler import local_share, merge_and_check, merge_shares, sample_and_check
+from runtime.execute.sampling.sampler import local_share, merge_shares, sample_and_check
 from runtime.schedule.request import SamplingParams
-from tests.bench import radix_filters
 from tests.gpu.untyped import Event, Stream
 from tests.runtime.execute.sampling.sampling_cases import rows_for
 
@@ -68,22 +68,12 @@ def _rows(params: SamplingParams, batch: int) -> SamplingInputs:
     return rows_for([params] * batch, range(9, 9 + batch), stop_ids=[[1, 2]] * batch, device="cuda")
 
 
-def _before(logits: Tensor, rows: SamplingInputs) -> Tensor:
-    """A draw with the kernels that tests/bench/radix_filters.py keeps."""
-    parameters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
-    threshold_B, largest_B = radix_filters.survival_threshold(logits, *parameters)
-    keys_BP = radix_filters.best_candidates(
-        logits, 0, rows.temperature, rows.seed, rows.position, random=True, threshold_B=threshold_B
-    )
-    return merge_and_check(keys_BP, largest_B, rows=rows)[0].token_B
-
-
-def _now(logits: Tensor, rows: SamplingInputs) -> Tensor:
+def _whole(logits: Tensor, rows: SamplingInputs) -> Tensor:
     return sample_and_check(logits, rows, FEATURES)[0].token_B
 
 
-def _share_of_two(logits: Tensor, rows: SamplingInputs) -> Tensor:
-    """One rank's half twice over, as if the other rank's were the same."""
+def _half(logits: Tensor, rows: SamplingInputs) -> Tensor:
+    """Of one rank of two, merged as if the other rank's were the same."""
     share_BX = local_share(logits[:, : VOCAB // 2], 0, rows, FEATURES)
     return merge_shares(torch.cat((share_BX, share_BX), 1), rows, FEATURES)[0].token_B
 
@@ -133,34 +123,22 @@ def launches(work: Work) -> int:
 
 def filters() -> None:
     """One line a kind of logits, batch and filter."""
-    print(
-        f"{'logits':14} {'filter':10} {'rows':>4} {'before us':>10} {'now us':>9} {'share of two us':>15}", flush=True
-    )
+    print(f"{'logits':14} {'filter':10} {'rows':>4} {'us':>9} {'half us':>9}", flush=True)
     cases = [("wide", torch.bfloat16, batch, name) for batch in BATCHES for name in FILTERS]
     cases += [("wide", torch.float32, BATCHES[-1], name) for name in FILTERS]
     cases += [
         (k, torch.bfloat16, BATCHES[-1], n) for k in ("model", "flat", "bimodal") for n in ("top-p 0.9", "all three")
     ]
-    made: tuple[tuple[str, torch.dtype, int], Tensor] | None = None
     for kind, dtype, batch, name in cases:
-        if made is None or made[0] != (kind, dtype, batch):
-            torch.manual_seed(batch)
-            made = (kind, dtype, batch), logits_like(kind, batch).to(dtype)
-        logits, rows = made[1], _rows(FILTERS[name], batch)
-        if not torch.equal(_before(logits, rows), _now(logits, rows)):
-            raise SystemExit(f"{kind}, {dtype}, {batch} rows, {name}: the tokens are not those of before")
-        works: list[Work] = [lambda: _before(logits, rows), lambda: _now(logits, rows)]  # noqa: B023 (used at once)
-        if FILTERS[name].top_k:
-            works.append(lambda: _share_of_two(logits, rows))  # noqa: B023
-        before, now, *share = in_turns(*works)
+        torch.manual_seed(batch)
+        logits, rows = logits_like(kind, batch).to(dtype), _rows(FILTERS[name], batch)
+        works = (_whole, _half) if FILTERS[name].top_k else (_whole,)
+        times = in_turns(*(partial(work, logits, rows) for work in works))
         label = f"{kind} {'fp32' if dtype == torch.float32 else 'bf16'}"
-        print(
-            f"{label:14} {name:10} {batch:4} {before:10.1f} {now:9.1f} {''.join(f'{us:15.1f}' for us in share)}",
-            flush=True,
-        )
+        print(f"{label:14} {name:10} {batch:4} {''.join(f'{us:10.1f}' for us in times)}", flush=True)
     logits, rows = logits_like("wide", 8), _rows(FILTERS["all three"], 8)
-    counted = [launches(lambda work=work: work(logits, rows)) for work in (_before, _now, _share_of_two)]  # type: ignore[misc]
-    print("launches a draw: before {}, now {}, share of two (and the merge) {}".format(*counted))
+    counted = [launches(partial(work, logits, rows)) for work in (_whole, _half)]
+    print("launches a draw: {}, of a half and the merge {}".format(*counted))
 
 
 def variants() -> None:

@@ -1,4 +1,4 @@
-"""Tiles in bench/experts.py, without a GPU: what is tried fits, the fastest is found, named pairs are compared."""
+"""Tiles in bench/experts.py, without a GPU: what is tried fits, and the fastest is found."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from models.kernels.experts.tiles import LongListTiles, Tiles
 from models.kernels.reference import ReferenceKernels
 from tests.bench import expert_timing
 from tests.bench import experts as bench_experts
-from tests.bench.expert_pairs import Pair, named, pair_of, products
 from tests.bench.expert_timing import LAYERS
-from tests.bench.experts import TileBench, block_by_block, candidates, default_pair
+from tests.bench.experts import Pair, TileBench, block_by_block, candidates, default_pair, products
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
 
 
@@ -93,7 +92,6 @@ def test_tiles_that_compute_something_else_end_it(monkeypatch: pytest.MonkeyPatc
 
 
 LONG = Tiles(128, 256, 64, 4, 8)
-FORMER = "16,128,128,4,4,1/16,128,128,4,4,1"
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
@@ -107,20 +105,6 @@ def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
     monkeypatch.setattr(sys, "argv", ["bench_experts", "--shape", "mixtral-8x7b", "--out", str(out), *words])
     bench_experts.main()
     return layer
-
-
-def test_named_pairs_are_compared_with_the_default_and_nothing_is_swept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    former = (Tiles(16, 128, 128, 4, 4, 1),) * 2
-    launched = replayed(monkeypatch, lambda pair: 110.0 if pair == former else 100.0)
-    layer = run_main(monkeypatch, tmp_path, "--rows", "8", "32", "--pairs", FORMER)
-    found = json.loads((tmp_path / "expert-pairs-mixtral-8x7b.json").read_text())["rows"]
-    assert [one["rows"] for one in found] == [8, 32]
-    assert [[final["us"] for final in one["in_turns"]] for one in found] == [[100.0, 110.0]] * 2
-    assert found[0]["in_turns"][1]["pair"] == [[16, 128, 128, 4, 4, 1]] * 2
-    assert set(launched) == {former, default_pair(layer, 8)}
-    assert f"110.0 us, 1.100 (1.100 to 1.100): {FORMER}" in capsys.readouterr().out
 
 
 def test_every_kernel_that_there_is_for_so_many_rows_is_timed(
@@ -148,39 +132,6 @@ def test_a_kernel_that_computes_something_else_ends_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(streamed, "expert_mlp", lambda *_: torch.ones(2) * 2)
     with pytest.raises(SystemExit, match=r"2 rows: pair by pair differs from short lists by 1\.000"):
         run_main(monkeypatch, tmp_path, "--rows", "2", "--kernels")
-
-
-def test_a_pair_reads_as_it_is_written() -> None:
-    layer = share_of("mixtral-8x7b", 2)
-    assert pair_of(FORMER, layer) == (Tiles(16, 128, 128, 4, 4, 1), Tiles(16, 128, 128, 4, 4, 1))
-    assert named(pair_of(FORMER, layer)) == FORMER
-    pair = default_pair(layer, 256)
-    assert pair_of(named(pair), layer) == pair
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("16,64,128,3,4,8", "no pair: type tiles of gate-up, a slash, tiles of down, as 16,64,128,3,4,8/"),
-        ("1,2/3/4", "'1,2/3/4' is no pair"),
-        ("16,64,128,3,4/16,64,128,3,4,8", r"gate-up in .*'16,64,128,3,4' is not block_m,block_o,.*: type 6 whole"),
-        ("16,64,128,3,4,8/16,64,128,3,-4,8", "down in .*'16,64,128,3,-4,8' is not .*warps,group: type 6 whole numbers"),
-        ("16,64,128,3,4,8/16,64,96,3,4,8", "down in .*block_k is 96: type a power of two from 16 to 2048"),
-        ("16,8192,128,3,4,8/16,64,128,3,4,8", "gate-up in .*block_o is 8192: type a power of two from 16 to 4096"),
-        ("16,64,128,0,4,8/16,64,128,3,4,8", "gate-up in .*stages and group are at least 1"),
-    ],
-)
-def test_what_is_no_pair_is_refused_with_what_to_type(
-    text: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    layer = share_of("mixtral-8x7b", 2)
-    with pytest.raises(ValueError, match=says):
-        pair_of(text, layer)
-    words = ["--shape", "mixtral-8x7b", "--pairs", FORMER, text, "--out", "never"]
-    monkeypatch.setattr(sys, "argv", ["bench_experts", *words])
-    with pytest.raises(SystemExit):
-        bench_experts.main()
-    assert "error: --pairs: " in capsys.readouterr().err
 
 
 def bench(layer: Layer) -> TileBench:

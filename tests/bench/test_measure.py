@@ -113,14 +113,7 @@ def test_compiled_kernels_reach_the_next_machine_in_pieces(tmp_path: Path, monke
 def test_commands_name_what_is_there(part: Part) -> None:
     """A typing error would cost a machine's minutes."""
     words = shlex.split(part.command.format(out="out"))
-    for path in (word for word in words if word.startswith("tests/")):
-        assert (measure.ROOT / path).is_file(), path
-    for option, model in itertools.pairwise(words):
-        if option == "--model":
-            assert (measure.ROOT / "models" / "shapes" / model / "config.json").is_file(), model
-        if option == "--speculative-config":
-            drafter = json.loads(model)["model"]
-            assert (measure.ROOT / drafter / "config.json").is_file(), drafter
+    assert missing(words) == []
     if words[:2] != ["-m", "launch"]:
         return
     command = parse([*words[2:], "--device", "cuda"] if "latency" in words else words[2:])
@@ -130,6 +123,36 @@ def test_commands_name_what_is_there(part: Part) -> None:
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         session = open_session(command, environ if part.torchrun else {}, open_engine=never_opened)
         assert session.ranks == part.gpus
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("-m tests.bench.gone --out out", ["tests/bench/gone.py"]),
+        ("-m tests.bench.sampler --variant", ["--variant"]),
+        ("-m pytest tests/gpu/test_gone.py", ["tests/gpu/test_gone.py"]),
+        ("-m launch bench latency --model qwen3-9b", ["models/shapes/qwen3-9b/config.json"]),
+        ("-m tests.bench.sampler --variants", []),
+    ],
+)
+def test_what_is_not_there_is_found(command: str, found: list[str]) -> None:
+    assert missing(command.split()) == found
+
+
+def missing(words: list[str]) -> list[str]:
+    """Files, and options of our own programs, that the words of a command name and that are not there."""
+    named = [word for word in words if word.startswith("tests/")]
+    source = ""
+    for option, word in itertools.pairwise(words):
+        if option == "-m" and word.startswith("tests."):
+            named.append(f"{word.replace('.', '/')}.py")
+            source = (measure.ROOT / named[-1]).read_text() if (measure.ROOT / named[-1]).is_file() else ""
+        if option == "--model":
+            named.append(f"models/shapes/{word}/config.json")
+        if option == "--speculative-config":
+            named.append(f"{json.loads(word)['model']}/config.json")
+    options = [word for word in words if source and word.startswith("--") and f'"{word}"' not in source]
+    return [path for path in named if not (measure.ROOT / path).is_file()] + options
 
 
 def never_opened(*_: object) -> Engine:

@@ -1,19 +1,16 @@
-"""Micro-benchmark of decode attention over windows and trees: how rows of several new tokens are split and merged.
+"""Decode attention over draft windows and trees, between the GEMMs of a layer: what the kernels choose, and the best of
+a grid around it.
 
-Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] --out FOLDER
+Run on one GPU:  python3 -m tests.bench.window_attention [--lengths 1024 16384] [--ragged] [--absent 48] --out FOLDER
 Single tokens of Qwen3-30B-A3B:  ... --heads 4 8 --shapes 1x1 8x1 --lengths 640 4096
 A tree of 32:  ... --tree --shapes 1x32
-As in an engine with 90 GiB of KV:  ... --in-order --most 33000 --blocks 22000
-Between the products of a layer, as in a step:  ... --in-layer [--ragged] [--absent 48]
-Prints microseconds of a layer for what the kernels choose, and the best of a grid around it, merged by the last program
-or in a launch of its own (apart). FOLDER gets window-attention.jsonl with all of it.
 
---in-layer puts o, norm, qkv and the rotation between two launches of attention, and takes their time away: in a step
-nothing hides how attention begins and ends, and the clock is the one that products leave. Its grid has the kernels over
-a list, too. Choices are made by these figures.
+Prints microseconds of a layer's attention; FOLDER/window-attention.jsonl has the whole grid. o, norm, qkv and the
+rotation run between two launches of attention, and their time is taken away: so attention begins and ends as in a step,
+at the clock that GEMMs leave. decode_choice.py's launches are chosen by these figures.
 
-Knows: Qwen3-8B's heads, the widths of its drafters' windows. Does not know: which launch an engine
-makes (decode_choice.py).
+Knows: Qwen3-8B's heads, the widths of its drafters' windows. Does not know: which launch an engine makes
+(decode_choice.py).
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,31 +32,27 @@ from torch import Tensor
 from models.inputs import DecodeAttention
 from models.kernels.attention import decode, decode_balanced, decode_window
 from models.kernels.attention.decode_choice import window_programs
-from models.kernels.attention.decode_work import DecodeWork, SplitRule, choose_rule, plan_decode, workspace_floats
+from models.kernels.attention.decode_work import DecodeWork, choose_rule, plan_decode, workspace_floats
 from models.kernels.interface import Rotation
 from models.kernels.matmul.autotune import captured, replay_for
 from models.kernels.nvidia import NvidiaKernels
-from tests.bench.kernels import DEVICE
 
+DEVICE = torch.device("cuda", 0)
 PAGE, MOST = 64, 8192
 HEADS = (8, 4)  # key heads, query heads of each
 LAYERS = 16  # in turns: keys of one layer of few rows would stay in the L2
 SHAPES = ("1x4", "8x4", "1x16", "8x16")  # rows, new tokens of each
-SPLITS = (4, 8, 16, 32)
-BLOCKS = ((32, 5, 4), (64, 3, 4), (64, 5, 4), (128, 3, 4))  # keys, stages, warps
-TALL_BLOCKS = ((32, 5, 8), (64, 3, 8), (64, 5, 8), (128, 3, 8))  # the same of _TALL query rows or more, too
-SECONDS = 0.03
-SECONDS_IN_LAYER = 0.15  # the clock has fallen by then to what the products' power allows
+MOST_SPLITS = 32
+SECONDS = 0.15  # the clock has fallen by then to what the products' power allows
 HIDDEN = 4096
-BLOCK = 64  # keys, in the layer
-_TALL = 64
-_TALLEST = 128
+BLOCK = 64  # keys
+TALL = 128  # query rows from which a program has eight warps
 
 Attend = Callable[[Tensor, Tensor], Tensor]  # queries, a layer's keys and values -> what is attended
 
 
 class Form(NamedTuple):
-    """A launch of the grid of --in-layer. ``kernel``: "windows" (decode_window.py), "list" (decode_balanced.py) or
+    """A launch of the grid. ``kernel``: "windows" (decode_window.py), "list" (decode_balanced.py) or
     "every split" (decode.py, ``programs`` 0). ``apart``: merged in a launch of its own."""
 
     kernel: str
@@ -73,7 +66,7 @@ class Form(NamedTuple):
 
 def forms(pairs: int, query_rows: int) -> Iterator[Form]:
     """Around what an H200 was found to be fastest with; at most some 500 programs at once."""
-    warps = 8 if query_rows >= _TALLEST else 4
+    warps = 8 if query_rows >= TALL else 4
     for fewest in (n for n in (1, 2, 3, 4, 8, 16) if pairs >= 256 or 64 <= pairs * n <= 520 or n == 4):
         for longest, each in product((768, 1024, 2048) if pairs >= 256 else (1024, 2048), (1, 2)):
             for stages in (3, 4, 5):
@@ -84,57 +77,24 @@ def forms(pairs: int, query_rows: int) -> Iterator[Form]:
 
 
 class Windows:
-    """``rows`` rows of ``length`` tokens, the ``new`` latest of them with queries. ``tree``: each of these sees every
-    second one before it, instead of all. ``in_order``: a row's pages follow each other, as those of a prompt alone do.
-    ``most``: tokens that a page table has room for. ``blocks``: of each layer's cache, 0 for as many as the rows have;
-    whether layers that lie far from each other are slower is to be measured."""
+    """``rows`` rows of ``length`` tokens in pages at random, the ``new`` latest of them with queries. ``tree``: each of
+    these sees every second one before it, instead of all."""
 
-    def __init__(
-        self,
-        rows: int,
-        new: int,
-        length: int,
-        kv_heads: int,
-        group: int,
-        dim: int,
-        *,
-        tree: bool = False,
-        in_order: bool = False,
-        most: int = MOST,
-        blocks: int = 0,
-    ) -> None:
+    def __init__(self, rows: int, new: int, length: int, kv_heads: int, group: int, dim: int, tree: bool) -> None:
         self.scale = dim**-0.5
         pages = -(-length // PAGE)
-        used, blocks = rows * pages, max(blocks, rows * pages)
-        numbers = torch.arange(used, device=DEVICE) if in_order else torch.randperm(blocks, device=DEVICE)[:used]
-        table = numbers.view(rows, pages).int()
-        room = max(pages, -(-most // PAGE))
-        padded = torch.zeros(rows, room, dtype=torch.int32, device=DEVICE)
-        padded[:, :pages] = table
+        used = rows * pages
+        table = torch.zeros(rows, max(pages, MOST // PAGE), dtype=torch.int32, device=DEVICE)
+        table[:, :pages] = torch.randperm(used, device=DEVICE).view(rows, pages)
         lengths = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
         seen = [sum(1 << bit for bit in range(node - 1, -1, -2)) for node in range(new)]
         nodes = torch.tensor(seen, dtype=torch.int64, device=DEVICE).int().expand(rows, new).contiguous()
-        self.inputs = DecodeAttention(padded, lengths, new, max(length, most), tree_BQ=nodes if tree else None)
-        self.layers = torch.empty(LAYERS, 2, blocks, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        for layer in self.layers:
-            for part in layer:
-                part[numbers] = torch.randn(used, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        self.inputs = DecodeAttention(table, lengths, new, max(length, MOST), tree_BQ=nodes if tree else None)
+        self.layers = torch.randn(LAYERS, 2, used, PAGE, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         self.q = torch.randn(rows * new, self.heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        floats = workspace_floats(rows, kv_heads, new * group, dim, max(SPLITS))
-        self.partial = torch.zeros(floats, device=DEVICE)
+        self.partial = torch.zeros(workspace_floats(rows, kv_heads, new * group, dim, MOST_SPLITS), device=DEVICE)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=DEVICE)
-
-    def chosen(self, kernels: NvidiaKernels) -> float:
-        """As an engine launches it: rows are split once for all layers."""
-        inputs = kernels.plan_decode(self.inputs, self.heads, self.layers[0])
-        torch.cuda.synchronize()  # the launch right behind a plan may not read it: here no other lies between
-
-        def layers() -> None:
-            for layer in self.layers:
-                kernels.decode_attention(self.q, layer, inputs, self.scale)
-
-        return replay_for(captured(layers), SECONDS) / LAYERS
 
     def make_ragged(self, most: int) -> None:
         """Lengths around 800, lognormal, up to ``most``."""
@@ -172,24 +132,15 @@ class Windows:
             q, self.heads, layer, self.inputs, work, *rest, block_n=BLOCK, **how
         )
 
-    def us(self, rule: SplitRule, stages: int, warps: int, apart: bool) -> float:
-        run = partial(decode.decode_attention, stages=stages, warps=warps, pdl=True, merged=1, apart=apart)
-
-        def layers() -> None:
-            for layer in self.layers:
-                run(self.q, self.heads, layer, self.inputs, rule, self.scale, self.partial, self.counters)
-
-        return replay_for(captured(layers), SECONDS) / LAYERS
-
 
 class InLayer:
-    """``windows`` between the products of ``kernels``: o, norm, qkv, rotation and cache write, layer after layer."""
+    """``windows`` between the GEMMs of ``kernels``: o, norm, qkv, rotation and cache write, layer after layer."""
 
     def __init__(self, kernels: NvidiaKernels, windows: Windows) -> None:
         self.kernels, self.windows = kernels, windows
         inputs, new, dim = windows.inputs, windows.inputs.query_len, windows.q.shape[-1]
         width, packed = windows.heads * dim, (windows.heads + 2 * windows.kv_heads) * dim
-        self.products = [(_weight(HIDDEN, width), _weight(packed, HIDDEN)) for _ in range(LAYERS)]
+        self.weights = [(_weight(HIDDEN, width), _weight(packed, HIDDEN)) for _ in range(LAYERS)]
         self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         self.x = torch.randn(len(windows.q), HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         ends_B = inputs.kv_lengths_B.long().clamp(min=new)
@@ -200,11 +151,11 @@ class InLayer:
 
     def us(self, attend: Attend | None) -> float:
         """Of a layer; None leaves attention out."""
-        return replay_for(captured(partial(self._layers, attend)), SECONDS_IN_LAYER) / LAYERS
+        return replay_for(captured(partial(self._layers, attend)), SECONDS) / LAYERS
 
     def _layers(self, attend: Attend | None) -> None:
         kernels, x, residual = self.kernels, self.x, self.x
-        for layer, (o, qkv) in zip(self.windows.layers, self.products, strict=True):
+        for layer, (o, qkv) in zip(self.windows.layers, self.weights, strict=True):
             packed, residual = kernels.add_norm_linear(x, residual, self.norm, 1e-6, qkv)
             q = kernels.rope_and_cache(packed, self.windows.heads, layer, self.rotation)
             x = kernels.linear((q if attend is None else attend(q, layer)).flatten(1), o)
@@ -243,12 +194,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="rows x new tokens of each")
     parser.add_argument("--tree", action="store_true", help="new tokens are a tree, up to 32")
-    parser.add_argument("--in-order", action="store_true", help="a row's pages follow each other; else at random")
-    parser.add_argument("--most", type=int, default=MOST, help="tokens a page table has room for, --max-model-len")
-    parser.add_argument("--blocks", type=int, default=0, help="of each of 16 layers' caches (default: what rows need)")
-    parser.add_argument("--in-layer", action="store_true", help="between the products of a layer of 8B")
-    parser.add_argument("--ragged", action="store_true", help="lengths around 800, at most --lengths; --in-layer")
-    parser.add_argument("--absent", type=int, default=0, help="rows of these without tokens; --in-layer")
+    parser.add_argument("--ragged", action="store_true", help="lengths around 800, at most --lengths")
+    parser.add_argument("--absent", type=int, default=0, help="rows of these without tokens")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -257,49 +204,17 @@ def main() -> None:
         for length, wanted in product(options.lengths, options.shapes):
             rows, new = map(int, wanted.split("x"))
             case = {"rows": rows, "new": new, "length": length, "heads": options.heads, "dim": options.head_dim}
-            case |= {"tree": options.tree, "in_order": options.in_order, "most": options.most}
-            case |= {"blocks": options.blocks, "in_layer": options.in_layer, "ragged": options.ragged}
-            case |= {"absent": options.absent}
+            case |= {"tree": options.tree, "ragged": options.ragged, "absent": options.absent}
             kv_heads, group = options.heads
-            windows = Windows(
-                rows,
-                new,
-                length,
-                kv_heads,
-                group,
-                options.head_dim,
-                tree=options.tree,
-                in_order=options.in_order,
-                most=options.most,
-                blocks=options.blocks,
-            )
-            if options.in_layer:
-                if options.ragged:
-                    windows.make_ragged(length)
-                if options.absent:
-                    windows.leave_out(options.absent)
-                write(file, case, list(InLayer(kernels, windows).found()))
-                continue
-            blocks = BLOCKS + TALL_BLOCKS * (new * options.heads[1] >= _TALL)
-            found: list[dict[str, Any]] = [{"us": round(windows.chosen(kernels), 2), "chosen": True}]
-            for splits, (block, stages, warps), apart in product(SPLITS, blocks, (False, True)):
-                rule = SplitRule(block, splits, 1 << 30, splits)
-                try:
-                    us = windows.us(rule, stages, warps, apart)
-                except Exception as error:  # too much shared memory, for one: the others are worth a measurement still
-                    found.append({"splits": splits, "failed": str(error)[:80]})
-                    continue
-                how = {"splits": splits, "block": block, "stages": stages, "warps": warps, "apart": apart}
-                found.append({"us": round(us, 2), **how})
-            write(file, case, found)
-
-
-def write(file: TextIO, case: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    """All to ``file``; what is chosen and the best are printed."""
-    for one in found:
-        file.write(json.dumps(case | one) + "\n")
-    best = sorted((one for one in found if "us" in one), key=lambda one: one["us"])
-    print(json.dumps(case | {"chosen": found[0]["us"], "best": best[:4]}), flush=True)
+            windows = Windows(rows, new, length, kv_heads, group, options.head_dim, options.tree)
+            if options.ragged:
+                windows.make_ragged(length)
+            if options.absent:
+                windows.leave_out(options.absent)
+            found = list(InLayer(kernels, windows).found())
+            file.write("".join(json.dumps(case | one) + "\n" for one in found))
+            best = sorted((one for one in found if "us" in one), key=lambda one: one["us"])
+            print(json.dumps(case | {"chosen": found[0]["us"], "best": best[:4]}), flush=True)
 
 
 if __name__ == "__main__":

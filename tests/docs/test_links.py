@@ -12,6 +12,7 @@ LINK_TO_HEADING = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED_DOCUMENT = re.compile(r"docs/[\w/.-]+\.(?:md|jsonl?)\b")
 NAMED_PATH = re.compile(r"`((?:launch|runtime|models|parallel|tests|docs)/[\w./-]*)`")
+NAMED_MODULE = re.compile(r"python3? -m ((?:launch|tests)(?:\.\w+)*)")
 NAMED_TEST = re.compile(r"`(test_\w{12,})`")
 
 
@@ -63,6 +64,17 @@ def test_named_paths_exist() -> None:
         for path in NAMED_PATH.findall(document.read_text()):
             if not (ROOT / path).exists():
                 missing.append(f"{document.relative_to(ROOT)}: {path}")
+    assert missing == []
+
+
+def test_named_commands_exist() -> None:
+    """What follows ``python -m``: a file, or a folder with a __main__.py."""
+    missing = []
+    for document in documents():
+        for module in NAMED_MODULE.findall(document.read_text()):
+            path = ROOT / module.replace(".", "/")
+            if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+                missing.append(f"{document.relative_to(ROOT)}: {module}")
     assert missing == []
 
 

@@ -17,17 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, StateRows, StateTree, empty_kv_layer
-from models.kernels.attention import rope_prefill
+from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
+from models.kernels.attention.rope_prefill import Blocks
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
 from models.kernels.deterministic import DeterministicKernels
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
-from models.kernels.interface import DeltaRule
+from models.kernels.interface import DeltaRule, Rotation
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
@@ -48,7 +50,6 @@ from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.prefill import shorter_prefills
 from runtime.speculate import draft_triton, likeliest_triton
 from runtime.speculate.tree_triton import grow_trees
-from tests.bench import rotation as bench_rotation
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
 from tests.models.kernels.rank_without_gpu import (
@@ -312,22 +313,33 @@ def mamba(driver: CompilingDriver) -> None:
 
 
 def rotation(driver: CompilingDriver) -> None:
-    """Every form that tests/bench/rotation.py times, and what other heads make of the one for many tokens."""
-    bench_rotation.DEVICE = META
-    for shape in bench_rotation.SHAPES:
-        for name, run in bench_rotation.VARIANTS.items():
-            driver.where = f"{shape}, {name}"
-            bench_rotation.Prefill(shape, 2048).run(run)
+    """Each form of a prefill's rotation and cache write, and what other heads make of the one for many tokens."""
+    many = rope_prefill.rope_and_cache
+    sizes = ((2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))
+    forms = {f"{heads} heads, {warps} warps": partial(many, blocks=Blocks(heads, warps)) for heads, warps in sizes}
+    forms["token by token"] = partial(rope_decode.rope_and_cache)
+    for heads in (32, 16):
+        for name, run in forms.items():
+            driver.where = f"{heads} query heads, {name}"
+            _rotate(run, torch.empty(2048, (heads + 16) * 128, dtype=torch.bfloat16, device=META), heads)
     for dtype in (torch.bfloat16, torch.float32):
         for dim in (16, 64, 256, 512):
             for norm in (True, False):
                 driver.where = f"{dtype}, heads of {dim}, norm {norm}"
-                bench_rotation.Prefill("8B", 512, dim=dim, dtype=dtype, norm=norm).run(rope_prefill.rope_and_cache)
+                _rotate(many, torch.empty(512, 48 * dim, dtype=dtype, device=META), 32, norm)
     driver.where = "keys and values, columns of a wider tensor"
-    wide = bench_rotation.Prefill("8B", 512)
-    wide.heads, wide.qkv = 0, torch.empty(512, 5 * 2 * 8 * 128, dtype=torch.bfloat16, device=META)[:, 2048:4096]
-    for run in bench_rotation.VARIANTS.values():
-        wide.run(run)
+    wide = torch.empty(512, 5 * 2 * 8 * 128, dtype=torch.bfloat16, device=META)[:, 2048:4096]
+    for run in forms.values():
+        _rotate(run, wide, 0)
+
+
+def _rotate(run: Callable[..., Tensor], packed: Tensor, heads: int, norm: bool = True) -> None:
+    """``packed`` [tokens, (heads + 8 + 8) * dim] into pages of 64 tokens."""
+    tokens, dim = packed.shape[0], packed.shape[1] // (heads + 16)
+    q_norm, k_norm = (torch.empty(dim, dtype=packed.dtype, device=META) if norm else None for _ in "qk")
+    at = torch.empty(tokens, dtype=torch.int64, device=META)
+    kv = empty_kv_layer(tokens // 64 + 1, 64, 8, dim, packed.dtype, str(META))
+    run(packed, heads, kv, Rotation(q_norm, k_norm, 1e-6, torch.empty(40960, dim, device=META), at, at), True)
 
 
 def pushing(driver: CompilingDriver) -> None:
