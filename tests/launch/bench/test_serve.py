@@ -69,6 +69,7 @@ def check_run(run: dict[str, Any], requests: int) -> None:
     assert {"ghost_rows", "evictions", "stalls", "prefix_hit_tokens", "chain_breaks"} <= engine.keys()
 
 
+@pytest.mark.slow
 def test_a_sweep_of_closed_loops_leaves_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--num-prompts 12 --max-concurrency 1,3 --num-warmups 2 --goodput ttft:60000 tpot:60000 --save-detailed"
     assert measure(tmp_path, line, LoadPictures()) == 0
@@ -293,6 +294,7 @@ def test_a_picture_that_cannot_be_written_costs_no_point(
     assert not list((tmp_path / "results").glob("*.png"))
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_points_before_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def everything(rows: list[bytes]) -> bytes:
     return b"".join(rows)
 
 
+@pytest.mark.slow
 def test_killed_at_any_change_of_a_new_file_nothing_is_lost(tmp_path: Path) -> None:
     assert kill_everywhere(Batch(tmp_path, nothing).killed) == 1 + 2 * (GOOD + BAD)
 

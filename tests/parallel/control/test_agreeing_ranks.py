@@ -55,7 +55,10 @@ def finish(plane: ControlPlane, step: int, digest: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "local", "groups", "spin"),
-    [(1, 2, 2, 0.0), (1, 2, 1, 1e-4), (1, 4, 2, 0.0), (1, 4, 4, 0.0), (2, 1, 2, 0.0), (2, 2, 2, 0.0), (3, 2, 3, 1e-3)],
+    [
+        *((1, 2, 2, 0.0), (1, 2, 1, 1e-4), (1, 4, 2, 0.0), (1, 4, 4, 0.0), (2, 1, 2, 0.0), (2, 2, 2, 0.0)),
+        pytest.param(3, 2, 3, 1e-3, marks=pytest.mark.slow),
+    ],
 )
 def test_every_rank_has_the_maximum_and_the_leader_is_told(
     place: Path, nodes: int, local: int, groups: int, spin: float
