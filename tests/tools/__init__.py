@@ -1,1 +1,1 @@
-"""What only people who work on Lockstride run: the ratchet, drawings of documents, plots of the README."""
+"""What only people who work on Lockstride run: the ratchet, drawings of documents, plots of measurements."""

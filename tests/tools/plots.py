@@ -1,4 +1,4 @@
-"""Redraws the README's two pictures of speed from recorded figures.
+"""Redraws the two pictures of docs/measurements.md from recorded figures.
 
     python -m tests.tools.plots [--out docs]
 
@@ -7,7 +7,8 @@
                      once; in a closed loop, inter-token latency and time to first token against output tokens/s
 
 Knows: flat rows of `bench latency` and `bench serve` (launch/bench/point.py), the form of docs/peers.json. Does not
-know: how they were measured. Peers are drawn with rows of the same model, GPUs and requests only. Needs matplotlib.
+know: how they were measured. Peers are drawn with rows of the same model, GPUs and requests only, and not at all if
+they are marked ``not_the_same_work``. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def panels(rows: Iterable[Row], peers: Sequence[Row]) -> list[Panel]:
         groups = row.get("dp", 1)
         ranks = row["tp"] * groups
         title = f"{row['model']}, {ranks} x {row['hw']}" + (f", {groups} groups" if groups > 1 else "")
-        alike = [peer for peer in peers if peer["tp"] == ranks and is_model(row["model"], peer["model"])]
+        alike = [peer for peer in _fair(peers) if peer["tp"] == ranks and is_model(row["model"], peer["model"])]
         found.setdefault(title, Panel(title, ranks, alike)).ours[row["batch"]] = row
     for panel in found.values():
         for name in SETUP:
@@ -105,7 +106,7 @@ def at_once(rows: Sequence[Row], mixed: Mapping[str, Any]) -> list[AtOnce]:
     found = []
     for key, peers in mixed.items():
         if match := re.fullmatch(r"all_at_once_(\d+)_seed(\d+)", key):
-            for peer in peers:
+            for peer in _fair(peers):
                 ours = _same_requests(rows, peer["model"], peer["tp"], *match.groups(), closed=False)
                 if ours:
                     others = {_engine(name): peer[name] for name in peer if name.endswith(_RATE) and not _is_old(name)}
@@ -127,6 +128,11 @@ def closed_loops(rows: Sequence[Row], mixed: Mapping[str, Any]) -> list[ClosedLo
                             engines.setdefault(_engine(name), {})[peer["concurrency"]] = figures
                 found.append(ClosedLoop(ours[-1]["model"], int(match[4]), engines))
     return found
+
+
+def _fair(peers: Iterable[Row]) -> list[Row]:
+    """Dummy weights of a sparse model send most tokens to a few experts in vLLM, and spread them here."""
+    return [peer for peer in peers if not peer.get("not_the_same_work")]
 
 
 def _same_requests(rows: Sequence[Row], model: str, ranks: int, count: str, seed: str, *, closed: bool) -> list[Row]:

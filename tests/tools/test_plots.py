@@ -1,4 +1,4 @@
-"""The README's pictures (plots.py): which rows stand with which peers, and that recorded figures are today's."""
+"""The pictures of docs/measurements.md: which rows stand with which peers, and that recorded figures are today's."""
 
 from __future__ import annotations
 
@@ -70,9 +70,11 @@ def test_a_folder_s_name_says_its_size(folder: str, size: str, same: bool) -> No
 
 
 def test_all_at_once_stands_with_the_same_requests() -> None:
-    big, sparse = at_once(measured(), MIXED)
+    (big,) = at_once(measured(), MIXED)
     assert (big.model, big.ranks) == ("qwen3-8b", 1)
     assert big.tok_s == {"Lockstride": 11_500.0, "vllm 0.25.1": 9838, "sglang 0.5.17": 8822}, "the last of ours"
+    key = "all_at_once_1024_seed5"
+    (sparse,) = at_once(measured(), {key: [{**MIXED[key][2], "not_the_same_work": False}]})
     assert (sparse.model, sparse.ranks, sparse.tok_s["vllm 0.25.1"]) == ("qwen3-30b-a3b", 2, 7830)
     changes: list[dict[str, Any]] = [
         {"seed": 6},
@@ -82,6 +84,14 @@ def test_all_at_once_stands_with_the_same_requests() -> None:
         {"rate": 8.0},
     ]
     assert at_once(loads(*(serve_point(None, 1.0, **change) for change in changes)), MIXED) == []
+
+
+def test_peers_that_did_other_work_are_not_drawn() -> None:
+    """Sparse models with each engine's own dummy weights."""
+    peers = [*PEERS["results"], *MIXED["all_at_once_1024_seed5"]]
+    assert {peer["model"] for peer in peers if peer.get("not_the_same_work")} == {"30B-A3B"}
+    rows = [latency(32, 8.4, model="qwen3-30b-a3b", tp=2), latency(32, 5.0)]
+    assert [bool(panel.peers) for panel in panels(rows, PEERS["results"])] == [True, False]
 
 
 def test_a_closed_loop_stands_with_every_concurrency_of_a_peer() -> None:
