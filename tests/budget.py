@@ -35,11 +35,8 @@ QUICK: tuple[str, ...] = (
 )
 # Folders and files in them whose tests take longer.
 SLOWER: tuple[str, ...] = (
-    "tests/bench/test_bench_ragged_attention.py",
-    "tests/bench/test_dense_shapes.py",
     "tests/bench/test_front_door.py",
     "tests/bench/test_merge_choices.py",
-    "tests/bench/test_round_launches.py",
     "tests/launch/api/test_requests.py",
     "tests/launch/api/test_sampling_defaults.py",
     "tests/launch/bench/load/test_openai_backend.py",
