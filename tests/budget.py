@@ -150,7 +150,7 @@ class Budget:
         return True
 
     def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
-        if hasattr(item, "_request"):
+        if isinstance(item, pytest.Function):
             item._initrequest()  # fixtures of an earlier run are gone
         began, at = self._clock(), time.monotonic()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
