@@ -48,7 +48,7 @@ from models.kernels.reference import ReferenceKernels
 from runtime.execute.proposer import Proposer
 from runtime.execute.role import RoleParts
 from runtime.execute.sampling import prompt_logprobs
-from runtime.execute.step import decode, mixed_window, prefill, step_io, tail, window, window_io
+from runtime.execute.step import decode, mixed_window, prefill, proposer_feed, step_io, tail, window, window_io
 from runtime.execute.step.decode import DecodeRole
 from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill import PrefillRole
@@ -114,8 +114,10 @@ PARTS: dict[str, tuple[Owner, str]] = {
     # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
     "tail.logprobs": (tail, "token_logprobs"),
     "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
-    # kernels_for(tensor) -> StepKernels of what a decode step gathers and commits; of a window WindowKernels; None
+    # kernels_for(tensor) -> StepKernels of what a decode step gathers and commits, of what a proposer is shown; of a
+    # window WindowKernels; None for torch
     "decode.kernels": (step_io, "kernels_for"),
+    "proposer.kernels": (proposer_feed, "kernels_for"),
     "window.kernels": (window_io, "window_kernels_for"),
 }
 

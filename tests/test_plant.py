@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.plant import PARTS, Noting, Op, kernels_with, plant, reference_kernels, width_of
+from tests.test_house import ROOT, tracked
 
 X, ONES = torch.randn(3, 8), torch.ones(8)
 
@@ -81,3 +84,62 @@ def test_nothing_is_planted_where_there_is_no_such_thing(monkeypatch: pytest.Mon
         plant(monkeypatch, anything, part="verify")
     with pytest.raises(ValueError, match="an op or a part"):
         plant(monkeypatch, anything)
+
+
+# ---- who may name the classes that ops and parts are planted in ----
+
+CLASSES = {
+    *("ReferenceKernels", "DeterministicReferenceKernels", "NvidiaKernels", "DeterministicKernels"),
+    *("DecodeRole", "WindowRole", "PrefillRole", "MixedWindowRole", "RowRole"),
+    *("RowGraphs", "PrefillGraphs", "ProposerFeed", "Tail"),
+}
+PARTS_ARE_IN = {owner.__name__ for owner, _ in PARTS.values() if inspect.ismodule(owner)}
+MAY_NAME_THEM = {
+    "tests/plant.py",
+    "tests/models/kernels/nvidia_kernels.py",
+    "tests/tools/diagrams/recurrent.py",  # draw what these classes are
+    "tests/tools/diagrams/speculation.py",
+    "tests/runtime/engine/exact_kernels.py",
+    "tests/runtime/engine/test_hybrid_trees.py",
+    "tests/runtime/engine/test_mixed_windows.py",
+}
+
+
+def named_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of classes, by themselves and in texts that are arguments, and of modules that hold parts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if name in CLASSES:
+                yield node.lineno, name
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            yield from ((node.lineno, name) for name in names & CLASSES)
+            yield from ((node.lineno, name) for name in names if f"{node.module}.{name}" in PARTS_ARE_IN)
+        elif isinstance(node, ast.Call):
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            yield from ((node.lineno, word) for text in texts for word in text.split(".") if word in CLASSES)
+
+
+def test_no_other_file_names_them() -> None:
+    """Who subclasses, patches or makes one of them has to be changed with it."""
+    found = []
+    for path in tracked():
+        if path.startswith("tests/") and path.endswith(".py") and path not in MAY_NAME_THEM:
+            source = (ROOT / path).read_text()
+            if any(name in source for name in CLASSES | {"runtime.execute.step import"}):
+                found += [f"{path}:{line}: {name}" for line, name in named_in(ast.parse(source))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from runtime.execute.step.tail import Tail as End", "Tail"),
+        ("class Wrong(nvidia.NvidiaKernels): ...", "NvidiaKernels"),
+        ("from runtime.execute.step import window_io", "window_io"),
+        ("monkeypatch.setattr('runtime.execute.step.decode.DecodeRole.decode', wrong)", "DecodeRole"),
+    ],
+)
+def test_who_names_one_is_found(source: str, name: str) -> None:
+    assert list(named_in(ast.parse(source))) == [(1, name)]

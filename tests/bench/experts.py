@@ -41,9 +41,9 @@ from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
-from models.kernels.nvidia import NvidiaKernels
 from tests.bench.expert_timing import DEVICE, LAYERS, Run, agree, in_turns, microseconds
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
+from tests.models.kernels.nvidia_kernels import nvidia_kernels
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 MOST_APART = 16  # rows for which pair by pair is worth a look
@@ -218,7 +218,7 @@ def main() -> None:
     if args.tiles and args.compile_workers:
         compile_all(args.compile_workers, layer, args.tiles)
     torch.manual_seed(0)
-    kernels, weights = NvidiaKernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
+    kernels, weights = nvidia_kernels(DEVICE), [layer.weights() for _ in range(LAYERS)]
     expert_bytes = 2 * 3 * layer.hidden * layer.inner
     found: dict[str, Any] = {"shape": args.shape, "ranks": args.ranks, "gpu": torch.cuda.get_device_name(), "rows": []}
     for rows in sorted({*args.rows, *args.tiles}):

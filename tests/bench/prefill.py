@@ -25,8 +25,8 @@ from models.inputs import PrefillAttention, empty_kv_layer
 from models.kernels.attention import prefill as prefill_kernel
 from models.kernels.attention.prefill import Blocks, Tiles, blocks_for
 from models.kernels.matmul import autotune
-from models.kernels.nvidia import NvidiaKernels
 from models.kernels.traits import H200
+from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 BF16, DEVICE = torch.bfloat16, torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
@@ -83,7 +83,7 @@ class Case:
     def inputs(self) -> PrefillAttention:
         return PrefillAttention(self.table, self.queries, self.lengths)
 
-    def by(self, kernels: NvidiaKernels) -> Callable[[Tensor], Tensor]:
+    def by(self, kernels: Nvidia) -> Callable[[Tensor], Tensor]:
         planned = kernels.plan_prefill(self.inputs, HEADS, KV_HEADS, DIM, self.layers[0])
         return lambda kv: kernels.prefill_attention(self.q, kv, planned, DIM**-0.5)
 
@@ -110,9 +110,7 @@ def chunk(text: str) -> Shape:
     return Shape(f"{new} behind {prefix or 0}", 1, int(new), int(prefix or 0))
 
 
-def measure(
-    shape: Shape, flashinfer: NvidiaKernels | None, ours: NvidiaKernels, tiles: tuple[Blocks, ...]
-) -> dict[str, Any]:
+def measure(shape: Shape, flashinfer: Nvidia | None, ours: Nvidia, tiles: tuple[Blocks, ...]) -> dict[str, Any]:
     """Microseconds of each, printed as they come."""
     case = Case(shape)
     found: dict[str, Any] = {"shape": shape.name, "us": {}, "left_out": {}}
@@ -150,13 +148,13 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    flashinfer: NvidiaKernels | None = NvidiaKernels(DEVICE, prefill="flashinfer" if args.build else "auto")
+    flashinfer: Nvidia | None = nvidia_kernels(DEVICE, prefill="flashinfer" if args.build else "auto")
     assert flashinfer is not None
     flashinfer.prepare_prefill(BF16, DIM)
     if flashinfer.prefill_name != "flashinfer":  # before it is settled, so that no build runs beside what is timed
         print("FlashInfer's prefill is not built here: --build waits for it")
         flashinfer = None
-    ours, found = NvidiaKernels(DEVICE, prefill="triton"), []
+    ours, found = nvidia_kernels(DEVICE, prefill="triton"), []
     print(f"\n{HEADS} heads, {KV_HEADS} of keys, head_dim {DIM}, bf16, pages of {PAGE}; tiles: queries x heads, keys\n")
     print("| rows | kernel | us a layer | TFLOP/s | times FlashInfer's |\n| --- | --- | ---: | ---: | ---: |")
     for shape in args.chunks or SHAPES:

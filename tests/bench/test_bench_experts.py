@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.plant import reference_kernels
+
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 
 from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.tiles import LongListTiles, Tiles
-from models.kernels.reference import ReferenceKernels
 from tests.bench import expert_timing
 from tests.bench import experts as bench_experts
 from tests.bench.expert_timing import LAYERS
@@ -98,7 +99,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> Layer:
     """The command before a small layer of Mixtral's kind, where nothing is launched; the layer."""
     layer = replace(share_of("mixtral-8x7b", 2), hidden=256, inner=128, device="cpu")
     monkeypatch.setattr(bench_experts, "share_of", lambda shape, ranks: layer)
-    monkeypatch.setattr(bench_experts, "NvidiaKernels", lambda device: ReferenceKernels())
+    monkeypatch.setattr(bench_experts, "nvidia_kernels", lambda device: reference_kernels())
     monkeypatch.setattr(bench_experts, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(bench_experts, "microseconds", lambda run, replays=30: 1.0)

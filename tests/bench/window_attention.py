@@ -35,7 +35,7 @@ from models.kernels.attention.decode_choice import window_programs
 from models.kernels.attention.decode_work import DecodeWork, choose_rule, plan_decode, workspace_floats
 from models.kernels.interface import Rotation
 from models.kernels.matmul.autotune import captured, replay_for
-from models.kernels.nvidia import NvidiaKernels
+from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 DEVICE = torch.device("cuda", 0)
 PAGE, MOST = 64, 8192
@@ -136,7 +136,7 @@ class Windows:
 class InLayer:
     """``windows`` between the GEMMs of ``kernels``: o, norm, qkv, rotation and cache write, layer after layer."""
 
-    def __init__(self, kernels: NvidiaKernels, windows: Windows) -> None:
+    def __init__(self, kernels: Nvidia, windows: Windows) -> None:
         self.kernels, self.windows = kernels, windows
         inputs, new, dim = windows.inputs, windows.inputs.query_len, windows.q.shape[-1]
         width, packed = windows.heads * dim, (windows.heads + 2 * windows.kv_heads) * dim
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    kernels = NvidiaKernels(DEVICE)
+    kernels = nvidia_kernels(DEVICE)
     with (options.out / "window-attention.jsonl").open("w", encoding="utf-8") as file:
         for length, wanted in product(options.lengths, options.shapes):
             rows, new = map(int, wanted.split("x"))

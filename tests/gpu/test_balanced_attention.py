@@ -24,7 +24,7 @@ if torch.cuda.is_available():
     from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_work
     from models.kernels.attention.decode_work import SplitRule
     from models.kernels.interface import Rotation
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 LONG = [
     # rows, heads, kv_heads, dim, page, longest, query_len
@@ -39,8 +39,8 @@ LONG = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[NvidiaKernels]:
-    held = NvidiaKernels(DEVICE)
+def kernels() -> Iterator[Nvidia]:
+    held = nvidia_kernels(DEVICE)
     held._attention_partial.fill_(math.nan)
     yield held
     assert not held._attention_counters.any(), "attention left its counters set"
@@ -67,7 +67,7 @@ def ragged(made: Case, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_every_shape(kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+def test_every_shape(kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]) -> None:
     rows, heads, kv_heads, dim, page, most, query_len = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype, query_len)
     q = randn(rows * query_len, heads, dim, dtype=dtype)
@@ -80,7 +80,7 @@ def test_every_shape(kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_long_rows_among_short_ones_replayed_with_other_lengths(
-    kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]
+    kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]
 ) -> None:
     """The list is made inside the graph, as in a step."""
     rows, heads, kv_heads, dim, page, most, query_len = case
@@ -101,7 +101,7 @@ def test_long_rows_among_short_ones_replayed_with_other_lengths(
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", [c for c in [*LONG, *ATTENTION] if c[-1] == 1], ids=str)
-def test_rotation_and_cache_write_folded_in(kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+def test_rotation_and_cache_write_folded_in(kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]) -> None:
     rows, heads, kv_heads, dim, page, most, _ = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype)
     norms = randn(dim, dtype=dtype), randn(dim, dtype=dtype)
@@ -133,7 +133,7 @@ def test_rotation_and_cache_write_folded_in(kernels: NvidiaKernels, dtype: torch
 
 @pytest.mark.parametrize("programs", [5, 132, 2000])
 @pytest.mark.parametrize("tma", [False, True])
-def test_bits_depend_on_nobody_else(kernels: NvidiaKernels, tma: bool, programs: int) -> None:
+def test_bits_depend_on_nobody_else(kernels: Nvidia, tma: bool, programs: int) -> None:
     """Row 0 beside others of any lengths, by any number of programs, fifty times."""
     rows, heads, kv_heads, dim, dtype = 24, 32, 8, 128, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, 6000, dtype)
@@ -161,7 +161,7 @@ def test_bits_depend_on_nobody_else(kernels: NvidiaKernels, tma: bool, programs:
 
 @pytest.mark.parametrize("programs", [5, 132, 528])
 @pytest.mark.parametrize("tma", [False, True])
-def test_programs_with_several_splits_of_unlike_rows(kernels: NvidiaKernels, tma: bool, programs: int) -> None:
+def test_programs_with_several_splits_of_unlike_rows(kernels: Nvidia, tma: bool, programs: int) -> None:
     """A program's later splits have fewer keys than its first one."""
     rows, heads, kv_heads, dim, dtype = 16, 32, 8, 128, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, 2000, dtype)
@@ -178,7 +178,7 @@ def test_programs_with_several_splits_of_unlike_rows(kernels: NvidiaKernels, tma
         check(found, made.attention(q, 0.1), dtype)
 
 
-def test_rows_without_tokens_are_left_alone(kernels: NvidiaKernels) -> None:
+def test_rows_without_tokens_are_left_alone(kernels: Nvidia) -> None:
     """As in a step that prefills, too: the output has other tokens, and rows behind the last decode row are empty."""
     rows, heads, kv_heads, dim, dtype = 64, 32, 8, 128, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, 2000, dtype)
@@ -207,7 +207,7 @@ def test_rows_without_tokens_are_left_alone(kernels: NvidiaKernels) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("heads", "kv_heads", "longest"), [(32, 8, 32), (16, 8, 16), (16, 2, 16)])
 def test_short_suffixes_behind_long_prefixes(
-    kernels: NvidiaKernels, dtype: torch.dtype, heads: int, kv_heads: int, longest: int
+    kernels: Nvidia, dtype: torch.dtype, heads: int, kv_heads: int, longest: int
 ) -> None:
     """Each row as a row of as many tokens alone; the tokens between are left alone."""
     dim, known = 128, [30000, 5000, 0, 64, 700]
@@ -244,7 +244,7 @@ def test_short_suffixes_behind_long_prefixes(
     assert out[~used].isnan().all()
 
 
-def planned(kernels: NvidiaKernels, made: Case) -> DecodeAttention:
+def planned(kernels: Nvidia, made: Case) -> DecodeAttention:
     inputs: Any = kernels.plan_decode(made.inputs, made.heads, made.kv)
     torch.cuda.synchronize()  # attention may read the list before its predecessor ends
     return inputs  # type: ignore[no-any-return]

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
 from models.kernels.interface import Rotation
-from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.execute.device.cuda import CudaDevice
 from runtime.execute.sampling.inputs import SamplingVariant
 from tests.gpu.expert_cases import Layer
 from tests.gpu.test_engine_gpu import SHAPE
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
+from tests.plant import reference_kernels
 from tests.runtime.engine.rig import rig
 from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
 from tests.runtime.engine.test_deterministic import chains_change_no_bit
@@ -35,17 +35,17 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels.attention import invariant as attention
-    from models.kernels.deterministic import DeterministicKernels
     from models.kernels.matmul import invariant as matmul
     from models.kernels.matmul.invariant import Tile, segments_of
+    from tests.models.kernels.nvidia_kernels import InvariantNvidia, invariant_nvidia_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(scope="module")
-def kernels() -> DeterministicKernels:
-    return DeterministicKernels("cuda")
+def kernels() -> InvariantNvidia:
+    return invariant_nvidia_kernels("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     [(4096, 12288, False), (24576, 4096, True), (1000, 328, False)],
     ids=str,
 )
-def test_products(kernels: DeterministicKernels, outputs: int, inner: int, gate_up: bool) -> None:
+def test_products(kernels: InvariantNvidia, outputs: int, inner: int, gate_up: bool) -> None:
     """Of 8B, in one segment and in several, and of a weight that is no multiple of anything."""
     x, weight = randn(700, inner), randn(outputs, inner) * inner**-0.5
 
@@ -97,7 +97,7 @@ def test_products(kernels: DeterministicKernels, outputs: int, inner: int, gate_
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (16, 16, 64)], ids=str)
-def test_attention(kernels: DeterministicKernels, heads: int, kv_heads: int, dim: int) -> None:
+def test_attention(kernels: InvariantNvidia, heads: int, kv_heads: int, dim: int) -> None:
     """A row's queries in one prefill, in chunks beside others, in decode steps of 1 to 256 rows, and in windows."""
     length, page, scale = 1700, 64, dim**-0.5
     kv = empty_kv_layer(60, page, kv_heads, dim, BF16, "cuda").fill_(math.nan)
@@ -144,7 +144,7 @@ def test_attention(kernels: DeterministicKernels, heads: int, kv_heads: int, dim
     assert not kernels._chunk_counters.any()
 
 
-def test_rows(kernels: DeterministicKernels) -> None:
+def test_rows(kernels: InvariantNvidia) -> None:
     """Norms, SiLU-mul, rotation and routing."""
     x, residual, weight = randn(600, 4096), randn(600, 4096), randn(4096)
     normed, total = kernels.add_rms_norm(x, residual.clone(), weight, 1e-6)
@@ -176,7 +176,7 @@ def test_rows(kernels: DeterministicKernels) -> None:
         same(kept, written[:, rows], ("cache", count))
 
 
-def test_products_in_float32(kernels: DeterministicKernels) -> None:
+def test_products_in_float32(kernels: InvariantNvidia) -> None:
     """Without tensor cores, in tiles of 16 and of 32 tokens."""
     x, weight = torch.randn(200, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
     together = kernels.linear(x, weight)
@@ -186,7 +186,7 @@ def test_products_in_float32(kernels: DeterministicKernels) -> None:
         same(kernels.linear(x[rows], weight), together[rows], ("float32", count))
 
 
-def test_experts(kernels: DeterministicKernels) -> None:
+def test_experts(kernels: InvariantNvidia) -> None:
     """30B-A3B's: lists of one token and of hundreds, in tiles for either."""
     layer = Layer(2048, 768, 128, 128, 8, BF16)
     x, (gate_up, down), (weights, local) = layer.tokens(4096), layer.weights(), layer.chosen(4096)

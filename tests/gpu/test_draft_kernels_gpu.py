@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.reference import ReferenceKernels
 from runtime.execute.proposer import Advanced
 from runtime.execute.sampling.kernels import triton_kernels as triton_sampling
 from runtime.execute.sampling.packed_argmax import pack
@@ -31,6 +30,7 @@ from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch, rank
 from runtime.speculate.newest_state import keep_newest, keep_newest_in_torch
 from runtime.speculate.synthetic import kept_by_script, kept_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same
+from tests.plant import reference_kernels
 
 pytest.importorskip("triton")
 norm_kernels = pytest.importorskip("models.kernels.matmul.norm")
@@ -208,7 +208,7 @@ def test_joined_norms_are_the_norms_side_by_side(rows: int, width: int, dtype: t
         norm_kernels.rms_norm(part, None, weight, 1e-6, False) for part, weight in zip((x, y), norms, strict=True)
     ]
     assert torch.equal(found, torch.cat(halves, 1)), "the same bits as one norm after the other"
-    expected = ReferenceKernels().joined_norms(x, norms[0], y, norms[1], 1e-6)
+    expected = reference_kernels().joined_norms(x, norms[0], y, norms[1], 1e-6)
     # In bfloat16 the reference rounds twice, by half a step of 2**-7 each, and the kernel once.
     rtol = 1e-5 if dtype == torch.float32 else 3 * 2**-8
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)

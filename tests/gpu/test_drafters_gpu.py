@@ -17,8 +17,6 @@ import torch
 
 from models.inputs import DecodeAttention
 from models.kernels.interface import Rotation
-from models.kernels.nvidia import NvidiaKernels
-from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
@@ -33,7 +31,9 @@ from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_gdn_gpu import shape
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
+from tests.models.kernels.nvidia_kernels import nvidia_kernels
 from tests.models.tiny_delta import FAMILIES
+from tests.plant import reference_kernels
 from tests.runtime.engine.rig import request, run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.speculate.demo_acceptance import DEMO, RECORD, WIDEST, acceptance, golden_rows
@@ -79,7 +79,7 @@ def test_attention_of_blocks_is_the_references(rows: int, block: int, dtype: tor
     NaN. With a list and without."""
     torch.manual_seed(rows)
     heads, kv_heads, dim, page, pages = 32, 8, 128, 64, 20
-    kernels = NvidiaKernels("cuda", prefill="triton")
+    kernels = nvidia_kernels("cuda", prefill="triton")
     table = (1 + torch.randperm(rows * pages, device="cuda")).view(rows, pages).to(torch.int32)
     lengths = torch.randint(block, pages * page, (rows,), device="cuda", dtype=torch.int32)
     lengths[0], lengths[-1] = block, pages * page
@@ -89,8 +89,8 @@ def test_attention_of_blocks_is_the_references(rows: int, block: int, dtype: tor
     kv.flatten(1, 2)[:, slots[behind]] = float("nan")
     q = torch.randn(rows * block, heads, dim, device="cuda").to(dtype)
     inputs = DecodeAttention(table, lengths, block, pages * page, causal=False)
-    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float()
-    causal = ReferenceKernels().decode_attention(q, kv, replace(inputs, causal=True), dim**-0.5).float()
+    expected = reference_kernels().decode_attention(q, kv, inputs, dim**-0.5).float()
+    causal = reference_kernels().decode_attention(q, kv, replace(inputs, causal=True), dim**-0.5).float()
     most = 1e-5 if dtype == torch.float32 else 1e-2
     assert float((causal - expected).norm() / expected.norm()) > 2 * most, "the mask matters"
     for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
@@ -103,7 +103,7 @@ def test_keys_and_values_alone_are_written_as_beside_queries(tokens: int) -> Non
     """What a drafter is shown, a token and a window, and a prompt."""
     torch.manual_seed(tokens)
     heads, kv_heads, dim = 32, 8, 128
-    kernels = NvidiaKernels("cuda", prefill="triton")
+    kernels = nvidia_kernels("cuda", prefill="triton")
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").to(torch.bfloat16)
     q_norm, k_norm = (torch.randn(dim, device="cuda").to(torch.bfloat16) for _ in range(2))
     places = 64 + torch.randperm(tokens, device="cuda")

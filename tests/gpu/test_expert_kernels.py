@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from models.kernels.experts.tiles import LongListTiles, Tiles
-from models.kernels.reference import ReferenceKernels
 from tests.gpu.expert_cases import Layer
 from tests.gpu.untyped import Stream
+from tests.plant import reference_kernels
 
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels.experts import grouped_tma
     from models.kernels.experts.grouped import expert_mlp
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 QWEN = Layer(2048, 768, 128, 64, 8, torch.bfloat16)
 LAYERS = [
@@ -37,8 +37,8 @@ LAYERS = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> NvidiaKernels:
-    return NvidiaKernels("cuda")
+def kernels() -> Nvidia:
+    return nvidia_kernels("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 256, 4099])
-def test_route_top_k(kernels: NvidiaKernels, tokens: int, renormalise: bool) -> None:
+def test_route_top_k(kernels: Nvidia, tokens: int, renormalise: bool) -> None:
     logits, local = QWEN.logits(tokens).float(), QWEN.local()
     real = torch.arange(tokens, device="cuda") % 5 != 1
     mine, theirs = (torch.zeros(128, dtype=torch.int64, device="cuda") for _ in range(2))
@@ -63,7 +63,7 @@ def test_route_top_k(kernels: NvidiaKernels, tokens: int, renormalise: bool) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 32, 100, 256, 3000])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.hidden}x{layer.inner}-{layer.experts}")
-def test_expert_mlp(kernels: NvidiaKernels, layer: Layer, tokens: int) -> None:
+def test_expert_mlp(kernels: Nvidia, layer: Layer, tokens: int) -> None:
     (gate_up, down), x = layer.weights(), layer.tokens(tokens)
     weights, chosen = layer.chosen(tokens)
     if tokens > 1:
@@ -108,7 +108,7 @@ def test_long_lists_in_parts(layer: Layer, tokens: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 256, 4096])
-def test_one_graph_serves_every_routing(kernels: NvidiaKernels, tokens: int) -> None:
+def test_one_graph_serves_every_routing(kernels: Nvidia, tokens: int) -> None:
     """From no expert at all to everybody's same expert."""
     (gate_up, down), x = QWEN.weights(), QWEN.tokens(tokens)
     logits, local = QWEN.logits(tokens), QWEN.local()

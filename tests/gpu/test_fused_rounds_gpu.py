@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ import torch
 from runtime.engine import Engine
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling import kernels as sampling_kernels
-from runtime.execute.step import proposer_feed, step_io, step_io_kernels, window_io
+from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
 from runtime.speculate import draft_kernels, draft_rows, likeliest, newest_state, synthetic, tree
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_drafters_gpu import rig_of
+from tests.plant import plant
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.speculate.demo_acceptance import DEMO, WIDEST, golden_rows
@@ -34,10 +36,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     importlib.import_module("tests.models.kernels.interpreted_kernels")  # mends Triton's interpreter for today's numpy
 SCRIPT: dict[str, Any] = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
-# Where a round asks for its kernels: the module, the name that it asks by, and what answers.
+# Where a round asks for its kernels: the part of a step; or the module, the name that it asks by; and what answers.
+STEP_CHOICES = {
+    "decode.kernels": triton_kernels,
+    "proposer.kernels": triton_kernels,
+    "window.kernels": triton_window_kernels,
+}
 CHOICES = (
-    *((module, "kernels_for", step_io_kernels.triton_kernels) for module in (step_io, proposer_feed)),
-    (window_io, "window_kernels_for", step_io_kernels.triton_window_kernels),
     (likeliest, "sampling_kernels", sampling_kernels.triton_kernels),
     *((module, "kernels_for", draft_kernels.triton_kernels) for module in (draft_rows, likeliest)),
     *((module, "kernels_for", draft_kernels.triton_kernels) for module in (newest_state, synthetic)),
@@ -77,13 +82,15 @@ def test_fused_rounds_are_those_of_torch(method: str, rules: dict[str, Any], mon
     found, asked = [], Counter[str]()
     for fused in (True, False):
         with monkeypatch.context() as patch:
+
+            def answer(place: str, kernels: Callable[[], Any], *_: Any) -> Any:
+                asked[place] += 1
+                return kernels() if fused else None  # noqa: B023  # asked in this turn only
+
+            for part, step_kernels in STEP_CHOICES.items():
+                plant(patch, partial(answer, part, step_kernels), part=part)
             for module, name, kernels in CHOICES:
-
-                def answer(tensor: torch.Tensor, module: Any = module, kernels: Any = kernels) -> Any:
-                    asked[module.__name__] += 1
-                    return kernels() if fused else None  # noqa: B023  # asked in this turn only
-
-                patch.setattr(module, name, answer)
+                patch.setattr(module, name, partial(answer, module.__name__, kernels))
             if not fused:
                 patch.setattr(tree, "_triton_kernel", lambda: None)
             with engine_of(method, rules) as engine:
@@ -93,7 +100,7 @@ def test_fused_rounds_are_those_of_torch(method: str, rules: dict[str, Any], mon
         found.append((answers, counted))
     assert found[0] == found[1]
     assert found[0][1]["spec_num_accepted_tokens"] > 0
-    reached = {window_io, step_io, proposer_feed, draft_rows, likeliest}
+    reached = {draft_rows, likeliest}
     reached |= ({newest_state} if method == "mtp" else set()) | ({synthetic} if rules is SCRIPT else set())
     reached |= {draft_tree} if "tree_size" in rules else set()
-    assert set(asked) == {module.__name__ for module in reached}
+    assert set(asked) == {*STEP_CHOICES, *(module.__name__ for module in reached)}

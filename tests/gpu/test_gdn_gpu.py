@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.deterministic import DeterministicKernels
-from models.kernels.interface import Kernels
-from models.kernels.nvidia import NvidiaKernels
-from models.kernels.reference import ReferenceKernels
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import EVERYTHING, SHAPE, gpu_rig
+from tests.models.kernels.nvidia_kernels import Nvidia, invariant_nvidia_kernels, nvidia_kernels
 from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, Made, run_pieces
 from tests.models.tiny_delta import FAMILIES, ON_GPU
+from tests.plant import Kernels, reference_kernels
 from tests.runtime.engine.rig import run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks
@@ -29,15 +27,15 @@ from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 LENGTHS = (700, 3, 130, 16, 17, 64, 1, 65)
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 # Relative to the norm. float32 through tf32x3 products; bfloat16 rounds operands of every product to 8 bits.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 WINDOWS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # promised of a round's state, which no tensor core computes
 
 
 @pytest.fixture(scope="module")
-def kernels() -> NvidiaKernels:
-    return NvidiaKernels(DEVICE)
+def kernels() -> Nvidia:
+    return nvidia_kernels(DEVICE)
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -48,7 +46,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("most", [5, 40, 700])
 @pytest.mark.parametrize(("k_heads", "v_heads", "dim"), [(4, 8, 128), (2, 6, 64), (1, 2, 48)])
 def test_any_cut_equals_the_reference(
-    kernels: NvidiaKernels, dtype: torch.dtype, most: int, k_heads: int, v_heads: int, dim: int
+    kernels: Nvidia, dtype: torch.dtype, most: int, k_heads: int, v_heads: int, dim: int
 ) -> None:
     case = DeltaCase(k_heads, v_heads, dim, dim, LENGTHS, dtype, device=DEVICE)
     expected, states = run_pieces(REFERENCE, case, most)
@@ -61,7 +59,7 @@ def test_any_cut_equals_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("k_heads", "v_heads", "dim"), [(2, 6, 128), (4, 4, 64), (1, 2, 40)])
 def test_rows_end_anywhere_in_a_chunk(
-    kernels: NvidiaKernels, dtype: torch.dtype, k_heads: int, v_heads: int, dim: int
+    kernels: Nvidia, dtype: torch.dtype, k_heads: int, v_heads: int, dim: int
 ) -> None:
     for lengths, most in (
         (AT_EDGES, 32),
@@ -76,7 +74,7 @@ def test_rows_end_anywhere_in_a_chunk(
             assert not len(b) or off(a, b) < BOUNDS[torch.float32 if dtype == torch.float32 else torch.bfloat16]
 
 
-def test_repeated_tokens_do_not_blow_up(kernels: NvidiaKernels) -> None:
+def test_repeated_tokens_do_not_blow_up(kernels: Nvidia) -> None:
     """Keys that are all alike and nothing that decays: the triangle of a chunk is as far from the unit as it can be."""
     for dtype in (torch.float32, torch.bfloat16):
         case = DeltaCase(2, 4, 128, 128, (500, 100), dtype, repeats=True, device=DEVICE)
@@ -86,7 +84,7 @@ def test_repeated_tokens_do_not_blow_up(kernels: NvidiaKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_a_row_beside_rows_of_nobody(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
+def test_one_token_a_row_beside_rows_of_nobody(kernels: Nvidia, dtype: torch.dtype) -> None:
     case = DeltaCase(4, 8, 128, 128, (12, 12, 12), dtype, device=DEVICE)
     made = [case.made(), case.made()]
     slots_B = torch.tensor([3, 0, 1, 0, 2], device=DEVICE)
@@ -106,7 +104,7 @@ def test_one_token_a_row_beside_rows_of_nobody(kernels: NvidiaKernels, dtype: to
     assert bool(made[1].state_SHVK[4:].isnan().all())
 
 
-def test_a_captured_launch_reads_lengths_on_the_device(kernels: NvidiaKernels) -> None:
+def test_a_captured_launch_reads_lengths_on_the_device(kernels: Nvidia) -> None:
     """One graph of 96 tokens and four rows, replayed for other cuts."""
     case = DeltaCase(4, 8, 128, 128, (96, 96, 96, 96), torch.bfloat16, device=DEVICE)
     ends_B, slots_B = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
@@ -142,7 +140,7 @@ def test_a_captured_launch_reads_lengths_on_the_device(kernels: NvidiaKernels) -
 
 def test_the_deterministic_kernels_do_not_see_cuts() -> None:
     case = DeltaCase(2, 4, 128, 128, (120, 33, 5), torch.bfloat16, device=DEVICE)
-    kernels = DeterministicKernels(DEVICE)
+    kernels = invariant_nvidia_kernels(DEVICE)
     whole, states = run_pieces(kernels, case, 200)
     for most, seed in ((1, 2), (7, 3), (64, 4)):
         again, same = run_pieces(kernels, case, most, seed)
@@ -150,7 +148,7 @@ def test_the_deterministic_kernels_do_not_see_cuts() -> None:
         assert torch.equal(same, states)
 
 
-def test_ends(kernels: NvidiaKernels) -> None:
+def test_ends(kernels: Nvidia) -> None:
     for width in (2048, 2050):
         x, y, hidden = (torch.randn(9, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
         gate = torch.randn(width, device=DEVICE, dtype=torch.bfloat16) / 45
@@ -211,7 +209,7 @@ def test_no_step_synchronises(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_window_takes_in_what_is_kept(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
+def test_a_window_takes_in_what_is_kept(kernels: Nvidia, dtype: torch.dtype) -> None:
     """State is as it was while a window is looked at, and then that of the tokens that were kept, in the same bits
     where the others are NaN."""
     case = DeltaCase(4, 8, 128, 128, (40, 40), dtype, device=DEVICE)

@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, StateTree
-from models.kernels.interface import Kernels
-from models.kernels.nvidia import NvidiaKernels
-from models.kernels.reference import ReferenceKernels
 from models.kernels.select import select_kernels
 from runtime.execute.device.cuda import CudaDevice
 from runtime.speculate.methods import proposer_for
@@ -28,9 +25,11 @@ from runtime.speculative_config import speculative_config
 from tests.gpu.steady_steps import count_steady_steps
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
+from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
 from tests.models.kernels.recurrent.mamba_cases import banks, random_weights, width
 from tests.models.kernels.recurrent.tree_cases import CHAIN, FORKED, STAR, grown, padded, path, positions, state_tree
+from tests.plant import Kernels, reference_kernels
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.same_bits import answers, difference, plainly
 from tests.runtime.speculate.demo_acceptance import DEMO, HYBRID, TREE_SIZES, WIDEST, golden_rows, tree_acceptance
@@ -38,7 +37,7 @@ from tests.runtime.speculate.test_demo_drafters import check_hybrid_tokens
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 # Relative to the norm. float32 through tf32x3 products. bfloat16: products with state are in TF32, convolutions are
 # rounded to bfloat16 by both sides, which flips a last bit here and there.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -46,8 +45,8 @@ Operation = Callable[[Kernels, Tensor, list[Tensor], StateRows, Tensor], Tensor]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> NvidiaKernels:
-    return NvidiaKernels(DEVICE)
+def kernels() -> Nvidia:
+    return nvidia_kernels(DEVICE)
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -86,7 +85,7 @@ def some_trees(nodes: int, turn: int) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make", [delta_net, mamba])
 def test_captured_rounds_follow_the_recurrence(
-    kernels: NvidiaKernels,
+    kernels: Nvidia,
     make: Callable[[torch.dtype], tuple[int, list[Tensor], Operation]],
     dtype: torch.dtype,
     nodes: int,
@@ -160,7 +159,7 @@ def test_captured_rounds_follow_the_recurrence(
 
 @pytest.mark.parametrize("make", [delta_net, mamba])
 def test_a_path_is_taken_in_with_the_bits_of_a_chain(
-    kernels: NvidiaKernels, make: Callable[[torch.dtype], tuple[int, list[Tensor], Operation]]
+    kernels: Nvidia, make: Callable[[torch.dtype], tuple[int, list[Tensor], Operation]]
 ) -> None:
     """The same tokens, once as nodes of a tree and once as a window of their own."""
     columns, mine, operation = make(torch.bfloat16)

@@ -25,7 +25,7 @@ if torch.cuda.is_available():
     from models.kernels.interface import Rotation
     from models.kernels.matmul import candidates as product_candidates
     from models.kernels.matmul import choice_table, skinny
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -34,8 +34,8 @@ ALL = [*HALF, torch.float32]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[NvidiaKernels]:
-    held = NvidiaKernels(DEVICE)
+def kernels() -> Iterator[Nvidia]:
+    held = nvidia_kernels(DEVICE)
     # Workspaces hold garbage in real life; no kernel may read what it has not written.
     held.matmul._partial.fill_(math.nan)
     held._attention_partial.fill_(math.nan)
@@ -75,7 +75,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (3, 1024), (256, 4096), (17, 96), (2, 25600), (5, 5120)])
-def test_norms(kernels: NvidiaKernels, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_norms(kernels: Nvidia, dtype: torch.dtype, rows: int, width: int) -> None:
     x, residual, weight = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype), randn(width, dtype=dtype)
     check(kernels.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6), dtype)
     total = x + residual
@@ -86,7 +86,7 @@ def test_norms(kernels: NvidiaKernels, dtype: torch.dtype, rows: int, width: int
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (256, 12288), (7, 40)])
-def test_silu_mul(kernels: NvidiaKernels, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_silu_mul(kernels: Nvidia, dtype: torch.dtype, rows: int, width: int) -> None:
     gate_up = randn(rows, 2 * width, dtype=dtype)
     check(kernels.silu_mul(gate_up), swiglu(gate_up), dtype)
 
@@ -104,7 +104,7 @@ def scaled(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inner"), SHAPES)
-def test_linear(kernels: NvidiaKernels, dtype: torch.dtype, bias: bool, outputs: int, inner: int) -> None:
+def test_linear(kernels: Nvidia, dtype: torch.dtype, bias: bool, outputs: int, inner: int) -> None:
     weight, offset = scaled(outputs, inner, dtype), randn(outputs, dtype=dtype) if bias else None
     for rows in (1, 2, 3, 4, 5, 8, 13, 16, 33, 64, 100, 256):
         x = randn(rows, inner, dtype=dtype)
@@ -113,7 +113,7 @@ def test_linear(kernels: NvidiaKernels, dtype: torch.dtype, bias: bool, outputs:
 
 
 @pytest.mark.parametrize("rows", [2048, 2049, 4608, 8192])
-def test_an_mlp_of_many_rows_goes_in_slices(kernels: NvidiaKernels, rows: int) -> None:
+def test_an_mlp_of_many_rows_goes_in_slices(kernels: Nvidia, rows: int) -> None:
     width, inner = 1024, 6144
     gate_up, down = scaled(2 * inner, width, torch.bfloat16), scaled(width, inner, torch.bfloat16)
     x, residual, weight = (randn(n, width, dtype=torch.bfloat16) for n in (rows, rows, 1))
@@ -133,9 +133,7 @@ def test_an_mlp_of_many_rows_goes_in_slices(kernels: NvidiaKernels, rows: int) -
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("outputs", "inner"), [(6144, 4096), (4096, 1024), (256, 384), (512, 5120)])
-def test_norm_folded_into_products(
-    kernels: NvidiaKernels, dtype: torch.dtype, add: bool, outputs: int, inner: int
-) -> None:
+def test_norm_folded_into_products(kernels: Nvidia, dtype: torch.dtype, add: bool, outputs: int, inner: int) -> None:
     weight, norm, offset = scaled(outputs, inner, dtype), randn(inner, dtype=dtype), randn(outputs, dtype=dtype)
     for rows in (1, 2, 3, 4, 8, 32, 130):
         x, residual = randn(rows, inner, dtype=dtype), randn(rows, inner, dtype=dtype)
@@ -154,7 +152,7 @@ def test_norm_folded_into_products(
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4])
-def test_every_gemv_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
+def test_every_gemv_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> None:
     dtype, outputs, inner = torch.bfloat16, 512, 4096
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
     expected = x.double() @ weight.double().t()
@@ -168,7 +166,7 @@ def test_every_gemv_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) 
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [2, 8, 11, 32, 64, 200])
-def test_every_skinny_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
+def test_every_skinny_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072
     x, residual, norm = randn(rows, inner, dtype=dtype), randn(rows, inner, dtype=dtype), randn(inner, dtype=dtype)
     weight = scaled(outputs, inner, dtype)
@@ -192,7 +190,7 @@ def test_every_skinny_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool
 
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("rows", [8, 11, 32, 64, 128, 200, 256])
-def test_every_wide_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) -> None:
+def test_every_wide_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> None:
     """Tiles of a power of two and of one and a half of it, K whole and split, the last rows missing."""
     dtype = torch.bfloat16
     seen = set()
@@ -216,7 +214,7 @@ def test_every_wide_candidate(kernels: NvidiaKernels, rows: int, gate_up: bool) 
 
 
 @pytest.mark.parametrize("rows", [16, 128, 256])
-def test_every_cublaslt_algorithm(kernels: NvidiaKernels, rows: int) -> None:
+def test_every_cublaslt_algorithm(kernels: Nvidia, rows: int) -> None:
     dtype, outputs, inner = torch.bfloat16, 1024, 3072
     x, weight = randn(rows, inner, dtype=dtype), scaled(outputs, inner, dtype)
     choices = kernels.matmul.candidates(choice_table.LinearShape(rows, outputs, inner, dtype))
@@ -228,7 +226,7 @@ def test_every_cublaslt_algorithm(kernels: NvidiaKernels, rows: int) -> None:
 
 @pytest.mark.parametrize(("measured", "rows"), [(64, 40), (64, 33), (256, 192), (256, 160), (384, 320)])
 def test_cublaslt_algorithms_run_fewer_rows_where_the_library_says_so(
-    kernels: NvidiaKernels, measured: int, rows: int
+    kernels: Nvidia, measured: int, rows: int
 ) -> None:
     """A bucket that was not measured takes the algorithm of the next larger one."""
     dtype, outputs, inner = torch.bfloat16, 6144, 4096
@@ -245,7 +243,7 @@ def test_cublaslt_algorithms_run_fewer_rows_where_the_library_says_so(
         check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
 
 
-def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: NvidiaKernels) -> None:
+def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: Nvidia) -> None:
     """Programmatic dependent launch overlaps kernels: each must still wait for what it reads."""
     dtype, width = torch.bfloat16, 1024
     for rows in (1, 4, 8, 32):
@@ -369,7 +367,7 @@ class Case:
      (40, 14, 2, 64, 64, False), (2, 3, 1, 80, 80, False)],
 )  # fmt: skip
 def test_rope_and_cache(
-    kernels: NvidiaKernels,
+    kernels: Nvidia,
     dtype: torch.dtype,
     tokens: int,
     heads: int,
@@ -425,7 +423,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_decode_attention(kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+def test_decode_attention(kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]) -> None:
     rows, heads, kv_heads, dim, page, most, query_len = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype, query_len)
     q = randn(rows * query_len, heads, dim, dtype=dtype)
@@ -438,7 +436,7 @@ def test_decode_attention(kernels: NvidiaKernels, dtype: torch.dtype, case: tupl
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c[-1] == 1], ids=str)
 def test_decode_attention_follows_lengths_changed_between_replays(
-    kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]
+    kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]
 ) -> None:
     rows, heads, kv_heads, dim, page, most, _ = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype)
@@ -455,7 +453,7 @@ def test_decode_attention_follows_lengths_changed_between_replays(
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c[-1] == 1], ids=str)
 def test_rotation_and_cache_write_folded_into_attention(
-    kernels: NvidiaKernels, dtype: torch.dtype, case: tuple[int, ...]
+    kernels: Nvidia, dtype: torch.dtype, case: tuple[int, ...]
 ) -> None:
     rows, heads, kv_heads, dim, page, most, _ = case
     made = Case(rows, heads, kv_heads, dim, page, most, dtype)
@@ -490,7 +488,7 @@ def test_rotation_and_cache_write_folded_into_attention(
 
 
 @pytest.mark.parametrize("warps", [1, 2])
-def test_many_rows_give_the_same_bits_every_time(kernels: NvidiaKernels, warps: int) -> None:
+def test_many_rows_give_the_same_bits_every_time(kernels: Nvidia, warps: int) -> None:
     """The newest key is written and read by the same program, TMA brings the others: a race would show in the bits."""
     rows, heads, kv_heads, dim, most, dtype = 384, 16, 8, 128, 700, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, most, dtype)
@@ -511,7 +509,7 @@ def test_many_rows_give_the_same_bits_every_time(kernels: NvidiaKernels, warps: 
     assert not torch.equal(launch(q, heads, made.kv * 1.01, made.inputs, dim**-0.5), alone)
 
 
-def test_a_row_without_tokens_gives_a_finite_result(kernels: NvidiaKernels) -> None:
+def test_a_row_without_tokens_gives_a_finite_result(kernels: Nvidia) -> None:
     made = Case(3, 8, 2, 128, 64, 300, torch.bfloat16)
     made.set_lengths([0, 5, 0])
     q = randn(3, 8, 128, dtype=torch.bfloat16)
@@ -519,14 +517,14 @@ def test_a_row_without_tokens_gives_a_finite_result(kernels: NvidiaKernels) -> N
     assert torch.isfinite(out).all()
 
 
-def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: NvidiaKernels, tmp_path: Any) -> None:
+def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: Nvidia, tmp_path: Any) -> None:
     dtype = torch.bfloat16
     shapes = [
         choice_table.LinearShape(rows, 1536, 1024, dtype, normed, gate_up)
         for rows in (1, 16)
         for normed, gate_up in ((False, False), (True, False), (True, True))
     ]
-    fresh = NvidiaKernels(DEVICE)
+    fresh = nvidia_kernels(DEVICE)
     fresh.matmul.choices = choice_table.ChoiceTable()
     fresh.matmul.tune(shapes, tmp_path)
     held = choice_table.load(choice_table.cache_file(tmp_path, torch.device(DEVICE)))

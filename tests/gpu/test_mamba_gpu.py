@@ -13,7 +13,6 @@ from torch import Tensor
 
 from models.inputs import StateRows
 from models.kernels.recurrent.mamba2 import Mamba2Weights
-from models.kernels.reference import ReferenceKernels
 from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
@@ -21,6 +20,7 @@ from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import EVERYTHING, SHAPE, gpu_rig
 from tests.models.kernels.recurrent.mamba_cases import banks, check, random_weights, width
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.plant import reference_kernels
 from tests.runtime.engine.rig import run
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks
@@ -29,9 +29,9 @@ from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 # Convolutions are rounded to bfloat16, which flips a last bit here and there; sums between chunks are in TF32.
 STATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
@@ -42,8 +42,8 @@ BUCKETS = pytest.mark.parametrize("buckets", [(16, 32, 48, 64), ()], ids=["graph
 
 
 @pytest.fixture(scope="module")
-def kernels() -> NvidiaKernels:
-    return NvidiaKernels("cuda")
+def kernels() -> Nvidia:
+    return nvidia_kernels("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def on_gpu(*values: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_captured_step_follows_the_recurrence(
-    kernels: NvidiaKernels, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, rows: int
+    kernels: Nvidia, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, rows: int
 ) -> None:
     """Replayed with other slots, positions and ghosts each time, what it reads is what the device holds then."""
     weights = made(sizes, dtype)
@@ -103,7 +103,7 @@ def test_a_captured_step_follows_the_recurrence(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_captured_scan_follows_the_recurrence(
-    kernels: NvidiaKernels, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, lengths: tuple[int, ...]
+    kernels: Nvidia, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
     """Rows of any length with padding behind them and a ghost among them; lengths are read when it is replayed."""
     weights = made(sizes, dtype)
@@ -140,7 +140,7 @@ def test_a_captured_scan_follows_the_recurrence(
     assert state[[0, -1]].isnan().all()
 
 
-def test_a_step_goes_on_where_a_scan_ended(kernels: NvidiaKernels) -> None:
+def test_a_step_goes_on_where_a_scan_ended(kernels: Nvidia) -> None:
     """The same tokens by a scan and by steps: the same state, up to TF32."""
     weights, dtype, length = made(NANO, torch.bfloat16), torch.bfloat16, 200
     projected = torch.randn(length, width(weights), device="cuda").to(dtype)
@@ -160,13 +160,13 @@ def test_a_step_goes_on_where_a_scan_ended(kernels: NvidiaKernels) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 3712), (300, 24), (5000, 100), (0, 7)])
-def test_relu2(kernels: NvidiaKernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_relu2(kernels: Nvidia, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape, device="cuda").to(dtype)
     torch.testing.assert_close(kernels.relu2(x), REFERENCE.relu2(x.float()).to(dtype))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 32, 256, 2048, 6000])
-def test_experts_without_a_gate(kernels: NvidiaKernels, tokens: int) -> None:
+def test_experts_without_a_gate(kernels: Nvidia, tokens: int) -> None:
     """Of Nemotron-3-Nano: by every kernel that the number of tokens chooses."""
     hidden, inner, experts, choices = 2688, 1856, 16, 6
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
@@ -183,7 +183,7 @@ def test_experts_without_a_gate(kernels: NvidiaKernels, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 3000])
-def test_a_sigmoid_router_is_captured_and_chooses_by_exact_scores(kernels: NvidiaKernels, tokens: int) -> None:
+def test_a_sigmoid_router_is_captured_and_chooses_by_exact_scores(kernels: Nvidia, tokens: int) -> None:
     hidden, experts = 2688, 128
     x, weight = (torch.randn(n, hidden, device="cuda").to(torch.bfloat16) for n in (tokens, experts))
     weight *= hidden**-0.5

@@ -22,23 +22,23 @@ pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
     from models.kernels.attention import prefill as prefill_kernel
     from models.kernels.attention.prefill import Blocks, Tiles
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 BF16 = torch.bfloat16
 NAMES = ["flashinfer", "triton"]
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, NvidiaKernels]:
+def held() -> dict[str, Nvidia]:
     """Made when first asked for: a test of ours alone does not wait for nvcc."""
     return {}
 
 
 @pytest.fixture
-def kernels(request: pytest.FixtureRequest, held: dict[str, NvidiaKernels]) -> NvidiaKernels:
+def kernels(request: pytest.FixtureRequest, held: dict[str, Nvidia]) -> Nvidia:
     name = request.param
     if name not in held:
-        held[name] = NvidiaKernels(DEVICE, prefill=name)
+        held[name] = nvidia_kernels(DEVICE, prefill=name)
         held[name].prepare_prefill(BF16, 128)
         held[name].agree_on_kernels(int)
         assert held[name].prefill_name == name
@@ -80,7 +80,7 @@ PREFILL = [
 @pytest.mark.parametrize("kernels", NAMES, indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "rows", "dtype"), PREFILL)
 def test_prefill_attention(
-    kernels: NvidiaKernels,
+    kernels: Nvidia,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -103,7 +103,7 @@ def test_prefill_attention(
 @pytest.mark.parametrize("kernels", NAMES, indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page"), [(32, 8, 128, 64), (14, 2, 64, 32)])
 def test_captured_prefill_is_planned_anew_for_each_replay(
-    kernels: NvidiaKernels, heads: int, kv_heads: int, dim: int, page: int
+    kernels: Nvidia, heads: int, kv_heads: int, dim: int, page: int
 ) -> None:
     """One graph of 320 tokens and at most six rows; more plans than a ring holds, of other rows each time. Where a plan
     is a table, every other one is put there as a step brings it: what this launch reads, over the one before.
@@ -137,7 +137,7 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
 
 
 @pytest.mark.parametrize("kernels", ["flashinfer"], indirect=True)
-def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) -> None:
+def test_captured_prefill_copies_keys_where_that_pays(kernels: Nvidia) -> None:
     """One graph of 3,000 tokens: plans that copy and plans that do not, in every order, with NaN behind every row."""
     heads, kv_heads, dim, page, tokens, most = 8, 2, 128, 64, 3000, 5000
     made = Case(5, heads, kv_heads, dim, page, most, BF16)
@@ -174,7 +174,7 @@ def test_captured_prefill_copies_keys_where_that_pays(kernels: NvidiaKernels) ->
 
 
 @pytest.mark.parametrize("kernels", ["flashinfer"], indirect=True)
-def test_a_broken_row_leaves_rows_beside_it_alone(kernels: NvidiaKernels) -> None:
+def test_a_broken_row_leaves_rows_beside_it_alone(kernels: Nvidia) -> None:
     """Rows whose keys are copied side by side: those of the broken ones are NaN."""
     heads, kv_heads, dim, page, rows, each = 8, 2, 128, 64, 4, 1100
     made = Case(rows, heads, kv_heads, dim, page, each, BF16)
@@ -197,7 +197,7 @@ def test_a_broken_row_leaves_rows_beside_it_alone(kernels: NvidiaKernels) -> Non
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("seed", range(16))
-def test_random_rows_over_pages_with_nan_around_them(kernels: NvidiaKernels, dtype: torch.dtype, seed: int) -> None:
+def test_random_rows_over_pages_with_nan_around_them(kernels: Nvidia, dtype: torch.dtype, seed: int) -> None:
     pick = random.Random(seed)
     kv_heads, group = pick.choice([1, 2, 8]), pick.choice([1, 2, 3, 4, 5, 7, 8, 16])
     dim, page = pick.choice([16, 24, 64, 80, 96, 128, 128, 192, 256]), pick.choice([1, 8, 16, 48, 64, 64, 96, 128])
@@ -215,7 +215,7 @@ def test_random_rows_over_pages_with_nan_around_them(kernels: NvidiaKernels, dty
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", HALF)
-def test_long_rows(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
+def test_long_rows(kernels: Nvidia, dtype: torch.dtype) -> None:
     """Many full blocks, of which large scores and small ones alternate: the running maximum must be followed."""
     heads, kv_heads, dim, page = 32, 8, 128, 64  # more tiles than programs
     queries, lengths = (2048, 700), (2048, 6000)
@@ -231,7 +231,7 @@ def test_long_rows(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", ALL)
-def test_ours_waits_for_the_launch_before_it(kernels: NvidiaKernels, dtype: torch.dtype) -> None:
+def test_ours_waits_for_the_launch_before_it(kernels: Nvidia, dtype: torch.dtype) -> None:
     """Programmatic dependent launch: queries come from a norm right before, the next norm reads what comes out."""
     heads, kv_heads, dim, page, tokens = 8, 2, 128, 64, 500
     made = Case(3, heads, kv_heads, dim, page, 1500, dtype)
@@ -280,7 +280,7 @@ def test_every_tile(blocks: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-def test_more_than_there_is_room_for_is_refused(kernels: NvidiaKernels) -> None:
+def test_more_than_there_is_room_for_is_refused(kernels: Nvidia) -> None:
     made = Case(2, 8, 2, 128, 64, 300, BF16)
     repeated = kernels.repeat_prefill(made.table, 64, 8, 2, made.kv)
     assert repeated is not None

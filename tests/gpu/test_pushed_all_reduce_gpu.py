@@ -18,13 +18,13 @@ from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import MAX_PUSHED_ROWS, PUSH_KERNELS
-from models.kernels.nvidia import NvidiaKernels
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
 from tests.gpu.ranks_on_gpus import OWN_GPUS, free_port, joined, late_by_turns, leave, on_gpus
 from tests.gpu.untyped import Stream, spawn
+from tests.models.kernels.nvidia_kernels import nvidia_kernels
 
 BF16 = torch.bfloat16
 INNER, WIDTH = 2048, 4096
@@ -74,7 +74,7 @@ class Layer:
 
     def __init__(self, made: SymmetricCollectives, inner: int, width: int) -> None:
         self.made, self.inner, self.width = made, inner, width
-        self.kernels = NvidiaKernels(torch.device("cuda", made.rank), prefill="triton")
+        self.kernels = nvidia_kernels(torch.device("cuda", made.rank), prefill="triton")
         self.product = RowParallel(made.size * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
         torch.manual_seed(made.rank)
         self.product.weight.copy_(torch.randn(width, inner) * inner**-0.5)

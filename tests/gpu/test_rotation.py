@@ -27,6 +27,7 @@ from models.kernels import nvidia  # noqa: E402
 from models.kernels.attention import rope_decode, rope_prefill  # noqa: E402
 from models.kernels.attention.rope_prefill import Blocks  # noqa: E402
 from models.kernels.interface import Rotation  # noqa: E402
+from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PDL = not INTERPRETED
@@ -38,8 +39,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def kernels() -> nvidia.NvidiaKernels:
-    made: nvidia.NvidiaKernels = interpreted.InterpretedKernels() if INTERPRETED else nvidia.NvidiaKernels(DEVICE)
+def kernels() -> Nvidia:
+    made: Nvidia = interpreted.interpreted_kernels() if INTERPRETED else nvidia_kernels(DEVICE)
     return made
 
 
@@ -157,7 +158,7 @@ def test_both_forms_give_the_same_bits(dtype: torch.dtype, heads: int, kv_heads:
     [(9, 16, 16, True), (8, 16, 16, False), (9, 16, 8, False), (9, 24, 24, False)],
 )
 def test_the_form_follows_tokens_and_heads(
-    kernels: nvidia.NvidiaKernels, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: Nvidia, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few tokens, and heads of which a part passes through or that are no power of two, go token by token."""
     asked: list[str] = []

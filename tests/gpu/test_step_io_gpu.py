@@ -21,7 +21,6 @@ from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
-from runtime.execute.step import step_io
 from runtime.execute.step.step_io import (
     Gathered,
     Packed,
@@ -38,6 +37,7 @@ from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
+from tests.plant import plant
 
 pytest.importorskip("triton")
 
@@ -72,13 +72,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("finish")
         kernels.finish(*args)
 
-    monkeypatch.setattr(
-        step_io,
-        "kernels_for",
-        lambda tensor: (
-            StepKernels(begin, begin_packed, finish, kernels.show) if INTERPRETED or tensor.is_cuda else None
-        ),
-    )
+    noted = StepKernels(begin, begin_packed, finish, kernels.show)
+    plant(monkeypatch, lambda _, tensor: noted if INTERPRETED or tensor.is_cuda else None, part="decode.kernels")
     return ran
 
 

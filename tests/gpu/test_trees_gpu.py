@@ -17,6 +17,7 @@ from runtime.execute.cache import entry_move
 from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.sampling.draft_tree import DraftTree, lay_out_in_torch, walk_in_torch
 from runtime.speculate.tree import grow_in_torch
+from tests.plant import reference_kernels
 
 grow_trees = pytest.importorskip("runtime.speculate.tree_triton").grow_trees
 tree_kernels = pytest.importorskip("runtime.execute.sampling.draft_tree_triton")
@@ -114,12 +115,11 @@ def test_torch_moves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
     """As 8B has it, with a list of splits (from 32 rows on) and without."""
     from models.inputs import DecodeAttention
-    from models.kernels.nvidia import NvidiaKernels
-    from models.kernels.reference import ReferenceKernels
+    from tests.models.kernels.nvidia_kernels import nvidia_kernels
 
     torch.manual_seed(rows)
     heads, kv_heads, dim, page, pages = 32, 8, 128, 16, 100
-    kernels = NvidiaKernels("cuda", prefill="triton")
+    kernels = nvidia_kernels("cuda", prefill="triton")
     kv = torch.randn(2, 1 + rows * pages, page, kv_heads, dim, device="cuda").to(torch.bfloat16)
     table = (1 + torch.randperm(rows * pages, device="cuda")).view(rows, pages).to(torch.int32)
     lengths = torch.randint(new, pages * page, (rows,), device="cuda", dtype=torch.int32)
@@ -127,7 +127,7 @@ def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
     seen = lay_out_in_torch(parents, new).seen_BN
     inputs = DecodeAttention(table, lengths, new, pages * page, tree_BQ=seen)
     q = torch.randn(rows * new, heads, dim, device="cuda").to(torch.bfloat16)
-    expected = ReferenceKernels().decode_attention(q, kv, inputs, dim**-0.5).float().contiguous()
+    expected = reference_kernels().decode_attention(q, kv, inputs, dim**-0.5).float().contiguous()
     for planned in (inputs, kernels.plan_decode(inputs, heads, kv)):
         found = kernels.decode_attention(q, kv, planned, dim**-0.5).float()
         assert float((found - expected).norm() / expected.norm()) < 1e-2

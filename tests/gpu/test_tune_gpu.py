@@ -38,9 +38,9 @@ def test_a_table_is_measured_kept_and_found(tmp_path: Path) -> None:
     assert {LinearShape.from_key(key).rows for key in found.choices} == set(ROWS)
     assert len(found.choices) == 4 * len(ROWS) + 2
 
-    from models.kernels.nvidia import NvidiaKernels
+    from tests.models.kernels.nvidia_kernels import nvidia_kernels
 
-    kernels = NvidiaKernels(device, prefill="triton")
+    kernels = nvidia_kernels(device, prefill="triton")
     kernels.matmul.tune([], tmp_path)
     for key, choice in found.choices.items():
         assert kernels.matmul.choice(LinearShape.from_key(key)) == choice

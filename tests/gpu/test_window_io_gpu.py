@@ -18,7 +18,6 @@ from torch import Tensor
 from runtime.execute.proposer import Proposed
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
-from runtime.execute.step import window_io
 from runtime.execute.step.proposer_feed import show_in_torch
 from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
 from runtime.execute.step.window_io import (
@@ -33,6 +32,7 @@ from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
+from tests.plant import plant
 
 pytest.importorskip("triton")
 
@@ -51,7 +51,7 @@ pytestmark = [
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which would otherwise be given to torch."""
     if INTERPRETED:
-        monkeypatch.setattr(window_io, "window_kernels_for", lambda tensor: triton_window_kernels())
+        plant(monkeypatch, lambda *_: triton_window_kernels(), part="window.kernels")
         monkeypatch.setattr(draft_tree, "_kernels_for", lambda tensor: draft_tree._triton_kernels())
 
 

@@ -1,4 +1,4 @@
-"""The tasks of `launch tune` over NvidiaKernels on a machine without a GPU: candidates are launched, none is run.
+"""The tasks of `launch tune` over NVIDIA's kernels on a machine without a GPU: candidates are launched, none is run.
 
 Run as a process by test_gpu_runner.py: python -m tests.launch.tune.runner_without_gpu MODEL RANKS PART ROWS...
 Prints one line a task: its key, how many candidates went through, and how many of our kernels they launched.
@@ -21,8 +21,8 @@ from launch.tune.plan import plan
 from launch.tune.shapes import RankShare, asked_attention, asked_products
 from models.config import ModelConfig
 from models.kernels.matmul import autotune
-from models.kernels.nvidia import NvidiaKernels
 from tests.models.kernels.compiling_driver import CompilingDriver
+from tests.models.kernels.nvidia_kernels import nvidia_kernels
 from tests.models.kernels.rank_without_gpu import META, SHAPES, play_an_h200
 
 EVERY = 4  # candidates: each is launched in every layer, which takes the interpreter a while
@@ -48,7 +48,7 @@ def main() -> None:
     module.median_graph_us = replayed
     share = RankShare.of(ModelConfig.from_folder(Path(SHAPES) / model), int(ranks))
     tasks = plan(asked_products(share, tuple(map(int, rows)), 256), asked_attention(share, 1), 256, (part,))
-    made = gpu_runner.GpuRunner(share, NvidiaKernels(META, prefill="triton"))
+    made = gpu_runner.GpuRunner(share, nvidia_kernels(META, prefill="triton"))
     for task in tasks:
         known = len(driver.asked)
         bench, choices = made.bench(task), made.candidates(task, [])[::EVERY]

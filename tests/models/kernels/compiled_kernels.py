@@ -26,7 +26,6 @@ from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.attention.rope_prefill import Blocks
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
-from models.kernels.deterministic import DeterministicKernels
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.interface import DeltaRule, Rotation
@@ -34,7 +33,6 @@ from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import shipped_choices
 from models.kernels.matmul.norm import joined_norms, relu2
-from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
@@ -52,6 +50,7 @@ from runtime.speculate import draft_triton, likeliest_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
+from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels, nvidia_kernels
 from tests.models.kernels.rank_without_gpu import (
     BOUNDED,
     BUCKETS,
@@ -268,12 +267,12 @@ def without_a_gate(driver: CompilingDriver) -> None:
             torch.empty(rows, hidden, dtype=torch.bfloat16, device=META),
             torch.empty(rows, choices, device=META),
         )
-        NvidiaKernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
+        nvidia_kernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
     for groups in (1, 8):
         driver.where = f"sigmoid router, {groups} groups"
         logits, numbers = torch.empty(9, count, device=META), torch.empty(count, dtype=torch.int32, device=META)
         routing, real = SigmoidRouting(choices, True, groups, max(1, groups // 2), 2.5), logits[:, 0] > 0
-        NvidiaKernels(META).route_sigmoid(logits, logits[0], routing, numbers, real, numbers.long())
+        nvidia_kernels(META).route_sigmoid(logits, logits[0], routing, numbers, real, numbers.long())
 
 
 def empty_tree(rows: int, nodes: int) -> StateTree:
@@ -344,7 +343,7 @@ def _rotate(run: Callable[..., Tensor], packed: Tensor, heads: int, norm: bool =
 
 def pushing(driver: CompilingDriver) -> None:
     """Products that keep their result, that push it to one other rank, and to seven."""
-    kernels = NvidiaKernels(META)
+    kernels = nvidia_kernels(META)
     choices: tuple[tuple[Choice, int], ...] = (
         (Gemv(4, 512, 2, 1024), 2),
         (Skinny(16, 64, 128, 1, 5, 4, 1024), 16),
@@ -360,7 +359,7 @@ def pushing(driver: CompilingDriver) -> None:
 
 def late_products(driver: CompilingDriver) -> None:
     """Products that let the next launch start with their first weights, and behind their last ones, whole and split."""
-    kernels = NvidiaKernels(META)
+    kernels = nvidia_kernels(META)
     x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (16, 3072))
     for choice in (
         Skinny(16, 32, 128, 1, 5, 2, 128),
@@ -498,7 +497,7 @@ def more_slot_state(driver: CompilingDriver) -> None:
 def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dtype]) -> None:
     """Every launch of a prefill, of a mixed step and of decode."""
     driver.package = "models.kernels.recurrent."
-    kernels = NvidiaKernels(META)
+    kernels = nvidia_kernels(META)
     for k_heads, v_heads, dim, dtype in shapes:
         driver.where = f"{v_heads} heads of {dim}, {dtype}"
         channels, values = (2 * k_heads + v_heads) * dim, v_heads * dim
@@ -538,7 +537,7 @@ def small_gpus(driver: CompilingDriver) -> None:
     """For an L40S or RTX 4090 (99 KiB of shared memory a program): every launch that has larger tiles on an H200."""
     driver.capability = (8, 9)
     play_an_h200(driver.capability)
-    kernels, same = NvidiaKernels(META, prefill="triton"), DeterministicKernels(META)
+    kernels, same = nvidia_kernels(META, prefill="triton"), invariant_nvidia_kernels(META)
     made = partial(torch.empty, dtype=torch.bfloat16, device=META)
     driver.package = "models.kernels.experts.grouped"
     for tokens in (700, 8192):

@@ -33,7 +33,8 @@ from models.kernels.attention import (
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.interface import Rotation
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
-from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, InterpretedKernels, check, randn
+from tests.models.kernels.interpreted_kernels import REFERENCE, Cache, check, interpreted_kernels, randn
+from tests.models.kernels.nvidia_kernels import Nvidia, check_counters
 
 VARIANTS: tuple[Callable[..., Tensor], ...] = (
     partial(decode_balanced.attend_list, stages=2, warps=4, pdl=False),
@@ -79,7 +80,7 @@ def work_of(inputs: DecodeAttention, rule: SplitRule) -> DecodeWork:
 
 
 def attend(
-    kernels: InterpretedKernels,
+    kernels: Nvidia,
     variant: Callable[..., Tensor],
     q: Tensor,
     heads: int,
@@ -102,7 +103,7 @@ def variants_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[...
 # -- the list -------------------------------------------------------------------------------------------------------
 
 
-def lists(kernels: InterpretedKernels) -> None:
+def lists(kernels: Nvidia) -> None:
     """Every key of every row in exactly one split, the most keys first, as a few lines of Python would have it."""
     for rule in (
         SplitRule(16, 1, 64, 100),
@@ -129,7 +130,7 @@ def lists(kernels: InterpretedKernels) -> None:
                 assert units[1 : 1 + len(expected)].tolist() == expected, (rule, lengths)
 
 
-def rules(kernels: InterpretedKernels) -> None:
+def rules(kernels: Nvidia) -> None:
     """No bucket's rule asks for more room than there is, whatever its rows' lengths."""
     for rows, kv_heads, query_rows, dim, longest in (
         (1, 1, 4, 128, 131072),
@@ -169,7 +170,7 @@ def ragged(query_len: int) -> list[int]:
     return [query_len, 330, 15 + query_len, 16, 64, 65, 33]
 
 
-def attention(kernels: InterpretedKernels) -> None:
+def attention(kernels: Nvidia) -> None:
     """Ragged rows by both kernels: one split a row, several, more than are merged at once; any number of programs."""
     grouped, fewer = 0, [(SplitRule(16, 1, 1024, 1), 20), (SplitRule(32, 2, 64, 64), 90)]
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
@@ -187,11 +188,11 @@ def attention(kernels: InterpretedKernels) -> None:
                     kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=programs
                 )
                 check(found, expected, dtype, ("balanced", heads, dim, query_len, rule, programs))
-                kernels.check_counters()
+                check_counters(kernels)
     assert grouped >= len(SHAPES), "no row had so many splits that they were merged in groups"
 
 
-def every_number_of_new_tokens(kernels: InterpretedKernels) -> None:
+def every_number_of_new_tokens(kernels: Nvidia) -> None:
     """1 to 32 a row: over the border of a split, and up to one. Three queries a token near where their sum is padded
     to another power of two. By TMA at most 16 queries of a head, and as windows at least."""
     rule, taken = SplitRule(16, 1, 16, 8), Counter[str]()
@@ -207,10 +208,10 @@ def every_number_of_new_tokens(kernels: InterpretedKernels) -> None:
             check(found, expected, torch.float32, (name, heads, new))
             taken[name] += 1
     assert taken == {"pointers": 32 + 10, "TMA": 16 + 4, "windows": 17 + 6}
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def rotation(kernels: InterpretedKernels) -> None:
+def rotation(kernels: Nvidia) -> None:
     """The newest key is written by who reads it, once, and nothing else is written."""
     for heads, kv_heads, dim, rotary, norm, dtype in (
         (4, 2, 64, 64, True, torch.float32),
@@ -235,10 +236,10 @@ def rotation(kernels: InterpretedKernels) -> None:
                 check(found, expected, dtype, ("balanced, folded", heads, dim, programs))
                 check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
                 assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def neighbours(kernels: InterpretedKernels) -> None:
+def neighbours(kernels: Nvidia) -> None:
     """A row's bits are those it has alone in the same bucket, whatever the others' lengths and its place: of one token,
     of windows, of trees. Were rows split by the longest of all, they would not be.
     """
@@ -268,7 +269,7 @@ def places_among(new: int) -> tuple[tuple[int, list[int], int], ...]:
 
 
 def bits_of_a_row(
-    kernels: InterpretedKernels,
+    kernels: Nvidia,
     variant: Callable[..., Tensor],
     new: int,
     seen_1N: Tensor | None,
@@ -296,7 +297,7 @@ def bits_of_a_row(
     return found.view(len(lengths), new, heads, dim)[place]
 
 
-def empties(kernels: InterpretedKernels) -> None:
+def empties(kernels: Nvidia) -> None:
     """Rows of length 0 are zeros, or nothing at all in an output of more tokens that was given."""
     heads, kv_heads, dim, dtype = 4, 2, 64, torch.float32
     cache = Cache([0, 90, 0, 16, 0], kv_heads, dim, 16, dtype)
@@ -323,10 +324,10 @@ def empties(kernels: InterpretedKernels) -> None:
         kernels.decode_attention(q, cache.kv, inputs, dim**-0.5, out)
         check(out[real], expected[real], dtype, "by the kernels' choice")
         assert out[[0, 2, 4, 5, 6, 7, 8]].isnan().all()
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def windows_beside_others(kernels: InterpretedKernels) -> None:
+def windows_beside_others(kernels: Nvidia) -> None:
     """Rows of three tokens before rows without any, in an output with tokens of others: as windows alone."""
     dtype, new = torch.float32, 3
     for heads, kv_heads, dim, more in ((4, 2, 16, ()), (12, 2, 64, (windows_by_tma,))):
@@ -349,10 +350,10 @@ def windows_beside_others(kernels: InterpretedKernels) -> None:
             check(out[: 5 * new][live_T], expected[live_T], dtype, "windows beside others")
             assert out[: 5 * new][~live_T].isnan().all()
             assert out[5 * new :].isnan().all()
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def suffixes(kernels: InterpretedKernels) -> None:
+def suffixes(kernels: Nvidia) -> None:
     """Rows with different numbers of new tokens, anywhere in a step; the step's other tokens are left alone."""
     for heads, kv_heads, dim, page, dtype in ((4, 2, 16, 16, torch.float32), (6, 2, 24, 8, torch.float32)):
         lengths, counts, starts = [300, 3, 0, 64, 33], [5, 3, 0, 1, 8], [2, 8, 0, 20, 11]
@@ -380,10 +381,10 @@ def suffixes(kernels: InterpretedKernels) -> None:
         for out in found:
             check(out, expected, dtype, ("suffixes", heads, dim))
             assert torch.equal(out == 9.0, expected == 9.0)
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def trees(kernels: InterpretedKernels) -> None:
+def trees(kernels: Nvidia) -> None:
     """The new tokens of a row are a tree, of 33 tokens and of 7, over splits and page borders."""
     for heads, kv_heads, dim, page, new in ((1, 1, 64, 16, 33), (6, 2, 24, 8, 7)):
         cache = Cache([new, 15 + new, 130], kv_heads, dim, page, torch.float32)
@@ -415,10 +416,10 @@ def trees(kernels: InterpretedKernels) -> None:
                 check(found, expected, torch.float32, ("tree", new, rule))
         own = kernels.plan_decode(inputs, heads, cache.kv)
         check(kernels.decode_attention(q, cache.kv, own, dim**-0.5), expected, torch.float32, ("chosen", new))
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def blocks(kernels: InterpretedKernels) -> None:
+def blocks(kernels: Nvidia) -> None:
     """Each token of a block sees all of it, over splits and page borders, by TMA and not."""
     heads, kv_heads, block = 4, 1, 4  # 16 queries a head: all three kernels take them
     for dim, page in ((64, 16), (24, 8)):
@@ -435,10 +436,10 @@ def blocks(kernels: InterpretedKernels) -> None:
                     kernels, variant, q, heads, cache.kv, inputs, work, rotation=None, block_n=16, programs=5
                 )
                 check(found, expected, torch.float32, ("block", dim, rule))
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def chosen(kernels: InterpretedKernels) -> None:
+def chosen(kernels: Nvidia) -> None:
     """The rule and the variant that the kernels choose; a list whose partial results do not fit is not used."""
     for heads, kv_heads, dim, page, query_len, dtype in SHAPES:
         cache = Cache(ragged(query_len), kv_heads, dim, page, dtype)
@@ -451,10 +452,10 @@ def chosen(kernels: InterpretedKernels) -> None:
     check(kernels.decode_attention(q, cache.kv, large, dim**-0.5), expected, dtype, "without room for the list")
     kernels.balanced = False
     assert kernels.plan_decode(cache.inputs(query_len), heads, cache.kv).work is None
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
+PARTS: tuple[Callable[[Nvidia], None], ...] = (
     lists,
     rules,
     attention,
@@ -475,7 +476,7 @@ def main() -> None:
     for part in PARTS:
         torch.manual_seed(0)
         began = time.perf_counter()
-        part(InterpretedKernels())
+        part(interpreted_kernels())
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
 
 

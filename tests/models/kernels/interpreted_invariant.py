@@ -12,7 +12,6 @@ Knows: shapes that reach every branch of the kernels, and mutants that must be c
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +24,11 @@ from triton.runtime import interpreter
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StateRows
 from models.kernels.attention import invariant as attention
 from models.kernels.attention.prefill import RepeatedTiles
-from models.kernels.deterministic import DeterministicKernels
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul.invariant import Tile
 from models.kernels.sigmoid_routing import SigmoidRouting
 from tests.models.kernels.interpreted_kernels import REFERENCE, TRAITS, Cache, check, randn
+from tests.models.kernels.nvidia_kernels import InvariantNvidia, check_counters, invariant_nvidia_kernels_on_cpu
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
 from tests.models.kernels.recurrent.mamba_cases import banks, random_weights, width
 from tests.models.kernels.recurrent.tree_cases import FORKED, along_ancestors, grown, path, positions, state_tree
@@ -49,19 +48,6 @@ def _dot_by_columns(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
 interpreter.InterpreterBuilder.create_dot = _dot_by_columns
 
 
-class InterpretedDeterministic(DeterministicKernels):
-    """DeterministicKernels without a GPU. Workspaces begin as NaN."""
-
-    def __init__(self) -> None:
-        self._open(torch.device("cpu"), TRAITS)
-        self._sums = torch.full((1 << 20,), math.nan)
-        self._chunks = torch.full((1 << 20,), math.nan)
-
-    def check_counters(self) -> None:
-        assert not self._counters.any(), "a product left its counters set"
-        assert not self._chunk_counters.any(), "attention left its counters set"
-
-
 def same(found: Tensor, expected: Tensor, what: object) -> None:
     assert torch.equal(found, expected), f"{what}: {int((found != expected).sum())} of {found.numel()} differ"
 
@@ -71,7 +57,7 @@ def same(found: Tensor, expected: Tensor, what: object) -> None:
 TILES = (Tile(16, 64, 128, 3, 4), Tile(32, 32, 64, 2, 4), Tile(64, 64, 128, 3, 4))
 
 
-def products(kernels: InterpretedDeterministic) -> None:
+def products(kernels: InvariantNvidia) -> None:
     """Three segments; a weight that is no multiple of a tile or step; with SiLU-mul and with a bias."""
     for outputs, inner, dtype, gate_up in (
         (96, 1536, torch.float16, False),
@@ -97,11 +83,11 @@ def products(kernels: InterpretedDeterministic) -> None:
         for tile in TILES[: None if segments > 1 else 1]:
             for apart in (False, True):
                 same(product(x[:20], {"tile": tile, "apart": apart}), together[:20], (tile, apart, outputs, inner))
-        kernels.check_counters()
+        check_counters(kernels)
     same(kernels.linear(torch.zeros(0, 72), torch.ones(8, 72)), torch.zeros(0, 8), "no rows")
 
 
-def a_split_by_rows_is_caught(kernels: InterpretedDeterministic) -> None:
+def a_split_by_rows_is_caught(kernels: InvariantNvidia) -> None:
     """The mutant: more segments for fewer rows, as the fastest kernels have it."""
     x, weight = randn(70, 1536, dtype=torch.float32), randn(96, 1536, dtype=torch.float32)
     together = kernels.linear(x, weight)
@@ -121,7 +107,7 @@ CASES = (
 )
 
 
-def attentions(kernels: InterpretedDeterministic) -> None:
+def attentions(kernels: InvariantNvidia) -> None:
     """A row's queries in one prefill, in chunks, each in a decode step, in windows, alone and beside others."""
     for heads, kv_heads, dim, page, dtype, chunk in CASES:
         length, scale, what = 100, dim**-0.5, (heads, kv_heads, dim, page, dtype)
@@ -180,10 +166,10 @@ def attentions(kernels: InterpretedDeterministic) -> None:
             for window, end in zip(windows, (3, 66), strict=True):
                 same(window, whole[end - 3 : end], ("window", end, sharing, what))
         assert decode([0, 7], 1, {}).isfinite().all()
-        kernels.check_counters()
+        check_counters(kernels)
 
 
-def trees(kernels: InterpretedDeterministic) -> None:
+def trees(kernels: InvariantNvidia) -> None:
     """A node of a draft tree as a decode step whose keys lie in the order of its path, over slot state as a chain."""
     parents = [grown(6, 2), FORKED[:6]]
     tree = state_tree(parents)
@@ -209,7 +195,7 @@ def trees(kernels: InterpretedDeterministic) -> None:
                 token = slice(6 * row + node, 6 * row + node + 1)
                 expected = attention.decode_attention(q[token], kv, step, *rest, **how)
                 same(found[token], expected, ("node", node, heads, dim, page, dtype))
-        kernels.check_counters()
+        check_counters(kernels)
     made = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(12, 5)).made()
     made.window_SJC[1:3].normal_()
     made.state_SHVK[1:3].normal_()
@@ -223,7 +209,7 @@ def trees(kernels: InterpretedDeterministic) -> None:
     same(run_it(made.projected[0], rows, at), expected, "nodes over slot state")
 
 
-def blocks(kernels: InterpretedDeterministic) -> None:
+def blocks(kernels: InvariantNvidia) -> None:
     """Each token of a block as the last one of its row: that sees all of them, too. More tokens than a tile has."""
     heads, kv_heads, dim, page, dtype, chunk = CASES[0]
     block, rest = 17, (dim**-0.5, kernels._chunks, kernels._chunk_counters)
@@ -239,10 +225,10 @@ def blocks(kernels: InterpretedDeterministic) -> None:
         mine = torch.tensor([token, block + token])
         last = attention.decode_attention(q[mine], cache.kv, cache.inputs(1), *rest, **how)
         same(found[mine], last, ("token of a block", token))
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def mixed(kernels: InterpretedDeterministic) -> None:
+def mixed(kernels: InvariantNvidia) -> None:
     """Rows that decode before rows that prefill, planned for a replay; what belongs to no row stays as it is."""
     heads, kv_heads, dim, page, dtype, scale = 4, 2, 16, 16, torch.float32, 0.25
     cache = Cache([700, 90, 600], kv_heads, dim, page, dtype)
@@ -275,13 +261,13 @@ def mixed(kernels: InterpretedDeterministic) -> None:
             seen = None if tree is None else tree[of_row]
             three = DecodeAttention(cache.table[of_row], lengths[of_row], 3, 704, tree_BQ=seen)
             same(out[here], kernels.decode_attention(q[here], cache.kv, three, scale), "a window of a mixed step")
-    kernels.check_counters()
+    check_counters(kernels)
 
 
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
-def experts(kernels: InterpretedDeterministic) -> None:
+def experts(kernels: InvariantNvidia) -> None:
     """Lists of one token and of many, in tiles for either."""
     tokens, hidden, inner, held, choices, dtype = 40, 64, 32, 4, 2, torch.float16
     x = randn(tokens, hidden, dtype=dtype)
@@ -302,7 +288,7 @@ def experts(kernels: InterpretedDeterministic) -> None:
         same(mlp(picked), together[picked], ("experts", count))
 
 
-def sigmoid_router(kernels: InterpretedDeterministic) -> None:
+def sigmoid_router(kernels: InvariantNvidia) -> None:
     """Scores and choices of a token alone, and among others."""
     tokens, experts, routing = 9, 8, SigmoidRouting(3, True, groups=4, top_groups=2, scale=1.5, shared=1)
     x, router = randn(tokens, 48, dtype=torch.float16), randn(experts, 48, dtype=torch.float16)
@@ -320,13 +306,13 @@ def sigmoid_router(kernels: InterpretedDeterministic) -> None:
             same(found, expected[token : token + 1], ("sigmoid router", token))
     x = randn(5, 24, dtype=torch.float16)
     same(kernels.relu2(x), REFERENCE.relu2(x), "relu2")
-    kernels.check_counters()
+    check_counters(kernels)
 
 
 # -- slot state ----------------------------------------------------------------------------------------------------
 
 
-def mamba(kernels: InterpretedDeterministic) -> None:
+def mamba(kernels: InvariantNvidia) -> None:
     """Rows of several lengths beside each other, and the same tokens of each alone, cut anywhere; nodes of a tree."""
     dtype, lengths = torch.float16, (7, 1, 12)
     weights = random_weights(2, 12, 1, 10, 4, dtype)
@@ -367,7 +353,7 @@ def mamba(kernels: InterpretedDeterministic) -> None:
 SHAPE: dict[str, object] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32, "vocab_size": 64}
 
 
-def engine(kernels: InterpretedDeterministic) -> None:
+def engine(kernels: InvariantNvidia) -> None:
     """Alone and together, serial and chained: the same tokens."""
     requests = [
         request(i, range(3 + i, 9 + 3 * i), max_tokens=2 + i, temperature=0.9 * (i % 2), stops=()) for i in range(2)
@@ -384,10 +370,10 @@ def engine(kernels: InterpretedDeterministic) -> None:
     for one in requests:
         with rig(rows=1, depth=0, **options) as alone:
             assert run(alone, [one])[one.request_id].token_ids == found[one.request_id].token_ids
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-PARTS: tuple[Callable[[InterpretedDeterministic], None], ...] = (
+PARTS: tuple[Callable[[InvariantNvidia], None], ...] = (
     products,
     a_split_by_rows_is_caught,
     attentions,
@@ -406,7 +392,7 @@ def main() -> None:
     for part in PARTS:
         torch.manual_seed(0)
         began = time.perf_counter()
-        part(InterpretedDeterministic())
+        part(invariant_nvidia_kernels_on_cpu(TRAITS))
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
 
 

@@ -3,7 +3,7 @@
 Each against the torch reference in float32 or float16, then a whole engine over them against an engine over the
 reference, token for token. Exits with an error where one differs.
 
-Knows: NvidiaKernels' choices, and shapes that reach every branch of its kernels. Does not know: GPUs (tests/gpu), where
+Knows: the kernels' choices, and shapes that reach every branch of its kernels. Does not know: GPUs (tests/gpu), where
 the same kernels run compiled, in bfloat16 and with programmatic dependent launch.
 """
 
@@ -23,23 +23,22 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
-from models.kernels.attention import decode, decode_tma, decode_work
+from models.kernels.attention import decode, decode_tma
 from models.kernels.attention.decode_work import even_rule
-from models.kernels.attention.prefill_choice import Prefill
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import MatmulDispatch
-from models.kernels.nvidia import NvidiaKernels
-from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
+from tests.plant import reference_kernels
 from tests.runtime.engine.rig import request, rig, run
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 
 
 TRAITS = dataclasses.replace(H200, capability=(8, 0))  # an H200 without TMA and dependent launches
@@ -57,22 +56,9 @@ class InterpretedMatmul(MatmulDispatch):
         self._counters = torch.zeros(skinny_kernel.COUNTERS, dtype=torch.int32)
 
 
-class InterpretedKernels(NvidiaKernels):
-    """NvidiaKernels without a GPU: no cuBLASLt, no FlashInfer, no dependent launches. Workspaces begin as NaN."""
-
-    def __init__(self) -> None:
-        self.device, self.traits, self.pdl = torch.device("cpu"), TRAITS, False
-        self.matmul = InterpretedMatmul()
-        self._reference = ReferenceKernels()
-        self._prefill = Prefill(self.device, "triton", TRAITS)
-        self._attention_partial = torch.full((1 << 20,), math.nan)
-        self._attention_counters = torch.zeros(decode_work.COUNTERS, dtype=torch.int32)
-        self.balanced = True
-        self._in_torch = {}
-
-    def check_counters(self) -> None:
-        assert not self.matmul._counters.any(), "a split product left its counters set"
-        assert not self._attention_counters.any(), "a split attention left its counters set"
+def interpreted_kernels() -> Nvidia:
+    """Without cuBLASLt and dependent launches."""
+    return nvidia_kernels_on_cpu(InterpretedMatmul(), traits=TRAITS)
 
 
 def check(found: Tensor, expected: Tensor, dtype: torch.dtype, what: object) -> None:
@@ -87,7 +73,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 # -- rows and products ---------------------------------------------------------------------------------------------
 
 
-def rows(kernels: InterpretedKernels) -> None:
+def rows(kernels: Nvidia) -> None:
     for dtype in TOLERANCE:
         for tokens, width in ((1, 256), (3, 96), (2, 5120)):
             x, residual, weight = (randn(n, width, dtype=dtype) for n in (tokens, tokens, 1))
@@ -117,7 +103,7 @@ def some(shape: LinearShape) -> list[Choice]:
     return picked
 
 
-def products(kernels: InterpretedKernels) -> None:
+def products(kernels: Nvidia) -> None:
     """Every kind of candidate, alone, behind a norm, in front of SiLU-mul, and with a bias."""
     outputs, inner = 96, 1536
     kinds = set()
@@ -140,13 +126,13 @@ def products(kernels: InterpretedKernels) -> None:
                 check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
                 check(kept, total, dtype, ("residual", choice))
     assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True), (Wide, False, True)} <= kinds, kinds
-    kernels.check_counters()
+    check_counters(kernels)
 
 
 # -- reading memory ------------------------------------------------------------------------------------------------
 
 
-def reading(kernels: InterpretedKernels) -> None:
+def reading(kernels: Nvidia) -> None:
     """Every block, its first and its last value; what lies behind the last block is not written."""
     block = bandwidth_probe.BLOCK
     values = torch.randint(-(2**31), 2**31 - 2, (3, block), dtype=torch.int32)
@@ -183,7 +169,7 @@ class Cache:
 many_rows = partial(decode_tma.attend_many, block_n=16, stages=2, warps=4, pdl=False)
 
 
-def attention(kernels: InterpretedKernels) -> None:
+def attention(kernels: Nvidia) -> None:
     by_tma = 0
     for heads, kv_heads, dim, page, query_len, dtype in (
         (4, 2, 16, 16, 1, torch.float32),
@@ -221,10 +207,10 @@ def attention(kernels: InterpretedKernels) -> None:
             check(found, expected, dtype, (*what, "many rows"))
             by_tma += 1
     assert by_tma == 3
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def blocks(kernels: InterpretedKernels) -> None:
+def blocks(kernels: Nvidia) -> None:
     """Blocks that see all of themselves, with and without a plan, by TMA and not; blocks that do not; the bits of a
     block that sees itself are those of one token with as many heads."""
     by_tma = 0
@@ -249,10 +235,10 @@ def blocks(kernels: InterpretedKernels) -> None:
         whole = kernels.decode_attention(wide, cache.kv, one, scale)
         assert torch.equal(found, whole.view(3, kv_heads, block, -1, dim).transpose(1, 2).reshape(q.shape))
     assert by_tma == 2
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-def rotation(kernels: InterpretedKernels) -> None:
+def rotation(kernels: Nvidia) -> None:
     """Alone and folded into attention: the same queries, keys, values and outputs, and nothing else written."""
     for heads, kv_heads, dim, rotary, norm, dtype in (
         (4, 2, 16, 16, True, torch.float32),
@@ -301,7 +287,7 @@ SHAPE: dict[str, object] = {
 }
 
 
-def engine(kernels: InterpretedKernels) -> None:
+def engine(kernels: Nvidia) -> None:
     """Admissions, ends and chained steps over interpreted kernels: token for token those of the reference."""
     requests = [
         request(i, range(3 + i, 9 + 3 * i), max_tokens=2 + i, temperature=0.9 * (i % 2), stops=()) for i in range(3)
@@ -315,10 +301,10 @@ def engine(kernels: InterpretedKernels) -> None:
     assert {i: one.token_ids for i, one in found.items()} == {i: one.token_ids for i, one in expected.items()}
     ran = {(type(kernels.matmul.choice(shape)), shape.normed) for shape in list(kernels.matmul._resolved)}
     assert {(Gemv, True), (Gemv, False)} <= ran, ran
-    kernels.check_counters()
+    check_counters(kernels)
 
 
-PARTS: tuple[Callable[[InterpretedKernels], None], ...] = (
+PARTS: tuple[Callable[[Nvidia], None], ...] = (
     rows,
     products,
     reading,
@@ -334,7 +320,7 @@ def main() -> None:
     for part in PARTS:
         torch.manual_seed(0)
         began = time.perf_counter()
-        part(InterpretedKernels())
+        part(interpreted_kernels())
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
 
 

@@ -18,13 +18,13 @@ from models.inputs import StateRows
 from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.recurrent.ragged import token_rows
-from models.kernels.reference import ReferenceKernels
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.recurrent.mamba_cases import SLOTS, banks, check, random_weights, width
 from tests.models.kernels.recurrent.ragged_sequences import steps
 from tests.models.kernels.recurrent.tree_cases import grown, padded, path, positions, state_tree
+from tests.plant import reference_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter's dot does not know bfloat16
 
 

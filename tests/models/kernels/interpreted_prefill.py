@@ -22,11 +22,11 @@ from models.inputs import PrefillAttention
 from models.kernels.attention import prefill
 from models.kernels.attention.gather_pages import TILE, GatheredPages
 from models.kernels.attention.prefill import Blocks, TiledPrefill
-from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import DeviceTraits
 from tests.models.kernels.interpreted_kernels import TRAITS, Cache, check, randn
+from tests.plant import reference_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 
 
 @dataclass(frozen=True)

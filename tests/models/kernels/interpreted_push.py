@@ -21,7 +21,8 @@ from torch import Tensor
 from models.kernels.matmul.choice_table import Choice, Gemv, Skinny
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.peer_buffers import SENTINEL, PeerBuffers, peer_buffer_bytes
-from tests.models.kernels.interpreted_kernels import REFERENCE, InterpretedKernels, check, randn
+from tests.models.kernels.interpreted_kernels import REFERENCE, check, interpreted_kernels, randn
+from tests.models.kernels.nvidia_kernels import Nvidia, check_counters
 
 RANKS, ROWS, ROW_BYTES = 3, 13, 512
 WIDTH, INNER = 96, 512
@@ -59,7 +60,7 @@ class Emulated:
             assert not len(wrong), f"{what}: half word {int(wrong[0])} of rank {rank}'s memory"
 
 
-def products(emulated: Emulated, kernels: InterpretedKernels, turn: int, dtype: torch.dtype) -> Iterator[Tensor]:
+def products(emulated: Emulated, kernels: Nvidia, turn: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Each rank's part, from a product that pushed it."""
     choice = CHOICES[turn % len(CHOICES)]
     rows = 1 + turn * 3 % (4 if isinstance(choice, Gemv) else ROWS)
@@ -79,7 +80,7 @@ def products(emulated: Emulated, kernels: InterpretedKernels, turn: int, dtype: 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kernels = InterpretedKernels()
+    kernels = interpreted_kernels()
     options: dict[str, Any] = {"norm_N": torch.rand(WIDTH), "eps": 1e-6, "pdl": False}
     minus_zeros = 0
     for dtype in (torch.float16, torch.float32):
@@ -103,7 +104,7 @@ def main() -> None:
                 assert torch.equal(kept, total), (turn, rank)
                 check(normed, expected, dtype, (turn, rank))
     assert minus_zeros > 0, "no part had what empty memory holds"
-    kernels.check_counters()
+    check_counters(kernels)
 
 
 if __name__ == "__main__":

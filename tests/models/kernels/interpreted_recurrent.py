@@ -17,25 +17,17 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.nvidia import NvidiaKernels
 from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
-from models.kernels.reference import ReferenceKernels
-from models.kernels.traits import H200
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
+from tests.models.kernels.nvidia_kernels import nvidia_kernels_on_cpu
 from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
 from tests.models.kernels.recurrent.delta_cases import DeltaCase, run_pieces
 from tests.models.kernels.recurrent.ragged_sequences import steps
 from tests.models.kernels.recurrent.tree_cases import FORKED, STAR, grown, padded, path, positions, state_tree
+from tests.plant import reference_kernels
 
-REFERENCE = ReferenceKernels()
+REFERENCE = reference_kernels()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2}
-
-
-class InterpretedRecurrent(NvidiaKernels):
-    """The part of NvidiaKernels that keeps slot state, without a GPU."""
-
-    def __init__(self) -> None:
-        self.device, self.traits, self.pdl = torch.device("cpu"), H200, False
 
 
 def close(found: Tensor, expected: Tensor, what: str) -> None:
@@ -44,7 +36,7 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def convolutions() -> None:
-    kernels = InterpretedRecurrent()
+    kernels = nvidia_kernels_on_cpu()
     for taps, channels, bias in ((4, 130, False), (3, 7, True)):
         torch.manual_seed(taps)
         lengths = [40, 1, 5, 17]
@@ -80,12 +72,12 @@ def recurrences() -> None:
         (DeltaCase(k_heads=1, v_heads=1, k_dim=16, v_dim=16, lengths=(100, 40), repeats=True), 140),
     ):
         expected, states = run_pieces(REFERENCE, case, most=most)
-        found, found_states = run_pieces(InterpretedRecurrent(), case, most=most)
+        found, found_states = run_pieces(nvidia_kernels_on_cpu(), case, most=most)
         for a, b in zip(expected, found, strict=True):
             close(b, a, f"{case}, pieces of up to {most}")
         close(found_states, states, "states")
     half = DeltaCase(k_heads=1, v_heads=1, k_dim=16, v_dim=16, lengths=(90, 5), dtype=torch.float16)
-    for a, b in zip(run_pieces(REFERENCE, half, 80)[0], run_pieces(InterpretedRecurrent(), half, 80)[0], strict=True):
+    for a, b in zip(run_pieces(REFERENCE, half, 80)[0], run_pieces(nvidia_kernels_on_cpu(), half, 80)[0], strict=True):
         close(b, a, "float16")
 
 
@@ -108,7 +100,7 @@ def decode_steps() -> None:
     """One token a row, the convolution in the same launch, beside rows of nobody."""
     case = DeltaCase(k_heads=2, v_heads=4, k_dim=12, v_dim=16, lengths=(9, 9, 9))
     outs, states = [], []
-    for kernels in (REFERENCE, InterpretedRecurrent()):
+    for kernels in (REFERENCE, nvidia_kernels_on_cpu()):
         made = case.made()
         for position in range(9):
             slots_B = torch.tensor([3, 0, 1, 0, 2])
@@ -136,7 +128,7 @@ def windows() -> None:
 def check_windows(case: DeltaCase, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> None:
     """State as it was while a window is looked at; then only the tokens that are kept are taken in, in the same bits
     where the others are NaN."""
-    kernels = InterpretedRecurrent()
+    kernels = nvidia_kernels_on_cpu()
     made = [case.made(), case.made()]
     at = [0, 0, 0]
     for width, kept in sizes:
@@ -183,7 +175,7 @@ def windows_beside_chunks() -> None:
     for width, chunk in ((4, 9), (18, 40)):  # rows of more than 16 tokens are taken by chunks, unless they are windows
         case = DeltaCase(k_heads=1, v_heads=2, k_dim=12, v_dim=20, lengths=(30, 30, 60))
         slots_B, ends_B = torch.tensor([1, 2, 0, 3]), torch.tensor([width, 2 * width, 3 * width, 3 * width + chunk])
-        for kernels in (REFERENCE, InterpretedRecurrent()):
+        for kernels in (REFERENCE, nvidia_kernels_on_cpu()):
             made, apart = case.made(), case.made()
             for m in (made, apart):
                 for sequence in range(3):
@@ -212,7 +204,7 @@ def windows_beside_chunks() -> None:
 
 def trees() -> None:
     """Nodes of trees of every size, and then the tokens of a path; NaN in a node, off the path, and in another row."""
-    kernels = InterpretedRecurrent()
+    kernels = nvidia_kernels_on_cpu()
     for nodes, width, (k_heads, v_heads, k_dim, v_dim) in (
         (33, 9, (1, 2, 12, 20)),
         (7, 5, (2, 2, 24, 40)),
@@ -263,7 +255,7 @@ def trees() -> None:
 
 
 def ends() -> None:
-    kernels = InterpretedRecurrent()
+    kernels = nvidia_kernels_on_cpu()
     x, y, hidden, gate = torch.randn(5, 70), torch.randn(5, 70), torch.randn(5, 70), torch.randn(70)
     close(kernels.sigmoid_mul(x, y), REFERENCE.sigmoid_mul(x, y), "sigmoid_mul")
     close(kernels.gated_add(x, y, hidden, gate), REFERENCE.gated_add(x, y, hidden, gate), "gated_add")

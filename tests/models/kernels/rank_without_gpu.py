@@ -1,4 +1,4 @@
-"""A rank's steps over NvidiaKernels on a machine without a GPU: tensors on torch's meta device, an H200 that is played.
+"""A rank's steps over NVIDIA's kernels without a GPU: tensors on torch's meta device, an H200 that is played.
 
 Knows: what a run launches (whole decode and prefill steps, every kind of sampling), and what the wrappers ask about the
 device. Does not know: what happens at a launch (compiling_driver.py). Prefill attention is ours;
@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention
 from models.kernels import deterministic, nvidia
-from models.kernels.interface import Kernels
 from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
@@ -41,12 +41,12 @@ from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
-from runtime.execute.step import step_io, step_io_kernels
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.prefill import PrefillRole
+from runtime.execute.step import step_io_kernels
 from runtime.execute.step.prefill_graphs import Lengths
 from runtime.schedule.config import StepLimits
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
+from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels, nvidia_kernels
+from tests.plant import Kernels, make_decode_step, make_prefill_step, plant
 
 META = torch.device("meta")
 SHAPES = Path(__file__).parents[3] / "models/shapes"
@@ -84,8 +84,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
         module.unsupported = lambda device: None
     for module in modules[3:]:
         module.kernels_for = lambda tensor: triton_kernels()
-    ends: Any = step_io
-    ends.kernels_for = lambda tensor: step_io_kernels.triton_kernels()
+    plant(pytest.MonkeyPatch(), lambda *_: step_io_kernels.triton_kernels(), part="decode.kernels")
 
 
 class _NoCublasLt:
@@ -165,10 +164,10 @@ class Rank:
         config = dataclasses.replace(config, layers=layers, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels: Kernels = nvidia.NvidiaKernels(META, prefill="triton", balanced=balanced)
+        self.kernels: Kernels = nvidia_kernels(META, prefill="triton", balanced=balanced)
         if same_bits:
             self._name = f"deterministic {self._name}"
-            self.kernels = deterministic.DeterministicKernels(META)
+            self.kernels = invariant_nvidia_kernels(META)
         with META:
             build = model_class(config.architecture)
             self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
@@ -191,7 +190,7 @@ class Rank:
         self._kv = pool.paged
         sizes = ExecutorConfig(limits, BUCKETS, memory_fraction=0.9, num_blocks=63, agree_min=int)
         parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, sizes)
-        self._decode, self._prefill = DecodeRole(parts), PrefillRole(parts)
+        self._decode, self._prefill = make_decode_step(parts), make_prefill_step(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
@@ -235,7 +234,7 @@ class Rank:
 
 def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
     """Every product of ``table`` that is a Triton kernel, with and without a residual; ``rows``: those keys only."""
-    kernels = nvidia.NvidiaKernels(META, choices=table)
+    kernels = nvidia_kernels(META, choices=table)
     for key in table.choices if rows is None else rows:
         driver.where = f"table, {key}"
         shape = LinearShape.from_key(key)

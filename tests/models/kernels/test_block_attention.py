@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.reference import ReferenceKernels
+from tests.plant import Kernels, invariant_kernels, reference_kernels
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 6, 2, 16, 4, 0.3
 LENGTHS = (5, 31, 12)  # blocks included
@@ -47,11 +46,11 @@ def plain(q_THD: Tensor, kv: Tensor, inputs: DecodeAttention, causal: bool, wind
     return out
 
 
-@pytest.mark.parametrize("kernels", [ReferenceKernels(), DeterministicReferenceKernels()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", [reference_kernels(), invariant_kernels()], ids=lambda k: k.name)
 @pytest.mark.parametrize("window", [None, 1, 3, 9, 100])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_blocks_see_what_they_should(block: int, causal: bool, window: int | None, kernels: ReferenceKernels) -> None:
+def test_blocks_see_what_they_should(block: int, causal: bool, window: int | None, kernels: Kernels) -> None:
     kv, inputs = cache_of(block)
     q_THD = torch.randn(len(LENGTHS) * block, HEADS, DIM, generator=torch.Generator().manual_seed(block))
     expected = plain(q_THD, kv, inputs, causal, window)
@@ -73,6 +72,6 @@ def test_a_row_that_is_not_live_disturbs_nobody() -> None:
     lengths_B = torch.tensor([5, 4, 12], dtype=torch.int32)
     inputs = replace(inputs, page_table_BP=table, kv_lengths_B=lengths_B, causal=False)
     q_THD = torch.randn(12, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-    kernels = ReferenceKernels()
+    kernels = reference_kernels()
     assert bool(kernels.decode_attention(q_THD, kv, inputs, SCALE).isfinite().all())
     assert bool(kernels.window_attention(q_THD, kv, inputs, SCALE, 3).isfinite().all())

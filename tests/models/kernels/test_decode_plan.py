@@ -13,33 +13,34 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, empty_kv_layer
-from models.kernels.reference import ReferenceKernels
+from tests.plant import Op, kernels_with, reference_kernels
 from tests.runtime.engine.rig import request, rig, run
 
 LAYERS = 3
 
 
-class Recorded(ReferenceKernels):
+class Recorded:
     """Every plan is another number."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def plan_decode(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+    def plan_decode(self, _: Op, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
         assert (heads, kv_layer.shape[3], kv_layer.shape[4]) == (4, 2, 16)
         self.calls.append(("plan", len(self.calls)))
         return dataclasses.replace(inputs, work=len(self.calls) - 1)
 
-    def rope_cache_attend(self, *given: Any) -> Tensor:
+    def rope_cache_attend(self, attend: Op, *given: Any) -> Any:
         self.calls.append(("attend", given[4].work))
-        return super().rope_cache_attend(*given)
+        return attend(*given)
 
 
 def test_one_plan_a_step_serves_all_layers() -> None:
-    kernels = Recorded()
+    recorded = Recorded()
+    kernels = kernels_with(plan_decode=recorded.plan_decode, rope_cache_attend=recorded.rope_cache_attend)
     with rig(kernels=kernels, shape={"num_hidden_layers": LAYERS}) as engine:
         run(engine, [request(0, range(9), max_tokens=4)])
-    calls = kernels.calls
+    calls = recorded.calls
     plans = [at for at, (name, _) in enumerate(calls) if name == "plan"]
     assert len(plans) >= 3
     for at, after in pairwise([*plans, len(calls)]):
@@ -48,7 +49,7 @@ def test_one_plan_a_step_serves_all_layers() -> None:
 
 def test_an_output_that_is_given_keeps_the_tokens_of_nobody() -> None:
     """The contract of ``out_THD`` and ``skip_empty``, by the reference."""
-    kernels = ReferenceKernels()
+    kernels = reference_kernels()
     kv = empty_kv_layer(5, 4, 2, 8, torch.float32, "cpu").normal_()
     lengths = torch.tensor([3, 0, 7], dtype=torch.int32)
     inputs = DecodeAttention(torch.tensor([[1, 2], [0, 0], [3, 4]], dtype=torch.int32), lengths, 1, 8)

@@ -14,12 +14,11 @@ import torch
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
-from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.kernels.matmul.dispatch")
-nvidia = importlib.import_module("models.kernels.nvidia")
+nvidia = importlib.import_module("tests.models.kernels.nvidia_kernels")
 
 SHAPES = [LinearShape(8, outputs, 512, torch.bfloat16) for outputs in (256, 384, 512)]
 
@@ -54,16 +53,12 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def slower(matmul: Any) -> dict[str, str]:
     """As the executor asks for it, to count it (tests/runtime/execute/test_fallbacks.py)."""
-    kernels = object.__new__(nvidia.NvidiaKernels)
-    kernels.matmul, kernels._in_torch = matmul, {}
-    return dict(kernels.slower_kernels)
+    return dict(nvidia.nvidia_kernels_on_cpu(matmul).slower_kernels)
 
 
 def test_experts_that_torch_computes_are_told() -> None:
     """Eight ranks have 232 columns each of an expert of Nemotron-3-Nano; tensor cores want multiples of 16."""
-    kernels = object.__new__(nvidia.NvidiaKernels)
-    kernels._in_torch, kernels._reference = {}, ReferenceKernels()
-    kernels.matmul = SimpleNamespace(slower={})
+    kernels = nvidia.nvidia_kernels_on_cpu(SimpleNamespace(slower={}))
     x, up, down = torch.ones(3, 16), torch.ones(2, 48, 16), torch.ones(2, 16, 24)
     made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), all_experts=2)
     assert made.shape == x.shape

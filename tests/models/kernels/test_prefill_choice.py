@@ -19,8 +19,8 @@ import torch
 
 import models.kernels.attention
 from models.inputs import PrefillAttention
-from models.kernels.reference import ReferenceKernels
 from models.kernels.traits import H200
+from tests.plant import Op, kernels_with
 from tests.runtime.engine.rig import request, rig, run
 
 pytest.importorskip("triton")
@@ -229,18 +229,18 @@ def test_plans_are_those_of_what_was_agreed(make: Make) -> None:
 def test_ranks_agree_before_the_first_prefill_is_planned() -> None:
     calls: list[object] = []
 
-    class Recorded(ReferenceKernels):
-        def agree_on_kernels(self, agree_min: Callable[[int], int]) -> None:
-            calls.append(agree_min)
+    def agreed(_: Op, agree_min: Callable[[int], int]) -> None:
+        calls.append(agree_min)
 
-        def plan_prefill(self, inputs: PrefillAttention, *rest: Any) -> PrefillAttention:
-            calls.append("plan")
-            return inputs
+    def planned(_: Op, inputs: PrefillAttention, *rest: Any) -> PrefillAttention:
+        calls.append("plan")
+        return inputs
 
-        def repeat_prefill(self, *rest: Any) -> None:
-            calls.append("repeat")
+    def repeated(*_: Any) -> None:
+        calls.append("repeat")
 
-    with rig(kernels=Recorded(), prefill_buckets=(32,)) as engine:
+    kernels = kernels_with(agree_on_kernels=agreed, plan_prefill=planned, repeat_prefill=repeated)
+    with rig(kernels=kernels, prefill_buckets=(32,)) as engine:
         run(engine, [request(0, range(9), max_tokens=2)])
     assert calls[0] is int, "the executor's agree_min"
     assert calls.count(int) == 1

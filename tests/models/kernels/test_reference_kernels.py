@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import Rotation
-from models.kernels.reference import ReferenceKernels
+from tests.plant import Kernels, invariant_kernels, reference_kernels
 
-KERNELS = ReferenceKernels()
+KERNELS = reference_kernels()
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 10, 4
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -125,8 +124,8 @@ def test_prefill_attention(dtype: torch.dtype) -> None:
     close(out, torch.cat([plain_attention(part, cache, pages, length, 0.3) for part, pages, length in rows]))
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, DeterministicReferenceKernels()], ids=["plain", "deterministic"])
-def test_rows_with_different_numbers_of_tokens_have_an_output_for_every_query(kernels: ReferenceKernels) -> None:
+@pytest.mark.parametrize("kernels", [KERNELS, invariant_kernels()], ids=["plain", "deterministic"])
+def test_rows_with_different_numbers_of_tokens_have_an_output_for_every_query(kernels: Kernels) -> None:
     """Also where there are more tokens than rows * query_len."""
     cache, queries = filled_cache(torch.float32), rand(30, HEADS, DIM, seed=2)
     starts, counts, lengths, pages = [2, 25], [3, 4], [9, 4], [[3, 1, 4], [7, 2, 5]]

@@ -18,6 +18,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, seen_keys
 from models.kernels.interface import Rotation
 from models.kernels.reference import ReferenceKernels
+from tests.plant import Kernels
 
 
 class ExactKernels(ReferenceKernels):
@@ -81,11 +82,11 @@ class ExactKernels(ReferenceKernels):
         return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
 
 
-def exact_kernels() -> ExactKernels:
+def exact_kernels() -> Kernels:
     """Their plans of attention are tables, as on a GPU (tiled_kernels.py), where Triton is there."""
     if importlib.util.find_spec("triton") is None:
         return ExactKernels()
-    made: ExactKernels = importlib.import_module("tests.runtime.engine.tiled_kernels").TiledExactKernels()
+    made: Kernels = importlib.import_module("tests.runtime.engine.tiled_kernels").tiled_kernels(ExactKernels())
     return made
 
 

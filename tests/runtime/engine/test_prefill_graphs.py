@@ -171,7 +171,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     with monkeypatch.context() as patched:
         patched.setattr(module.RepeatedTiles, "plan", planned)
         plant(patched, launched, part="prefill.replay")
-        yield {"kernels": module.TiledExactKernels(), "dtype": torch.float64}
+        yield {"kernels": module.tiled_kernels(ExactKernels()), "dtype": torch.float64}
     assert serving
 
 

@@ -200,9 +200,9 @@ def mixing(method: str, target: str, folder: Path, *, tiled: bool) -> Iterator[t
     tile_tokens = 0
     if tiled:
         pytest.importorskip("triton")
-        from tests.runtime.engine.tiled_kernels import TILE, TiledKernels
+        from tests.runtime.engine.tiled_kernels import TILE, tiled_kernels
 
-        how["kernels"], tile_tokens = TiledKernels(), TILE
+        how["kernels"], tile_tokens = tiled_kernels(), TILE
     plain: dict[str, Any] = {"depth": 2, "rows": ROWS, "shape": TARGETS[target], "max_model_len": LENGTH}
     with speculating(method, target, folder, **how) if method else rig(**plain, **how) as engine:
         yield engine, tile_tokens

@@ -11,32 +11,31 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles
-from models.kernels.reference import ReferenceKernels
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.plant import Kernels, Op, kernels_with
 
 TILE = 4  # tokens
 
 
-class TiledKernels(ReferenceKernels):
-    """The reference, but for chunks of captured steps."""
-
-    def repeat_prefill(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedPrefill | None:
-        return RepeatedTiles(kv_layer.device, len(page_table_BP), max_tokens, TILE)
-
-    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        tiles = inputs.planned
-        if not isinstance(tiles, RepeatedTiles):
-            return super().prefill_attention(q_THD, kv_layer, inputs, scale)
-        out_THD = torch.full_like(q_THD, float("nan"))  # of no tile's token
-        for token, count, position, row in tiles.tiles[: tiles.count(len(q_THD))].numpy():
-            if count:
-                here = slice(token, token + count)
-                pages_P = inputs.page_table_BP[row]
-                out_THD[here] = self._prefill_row(q_THD[here], kv_layer, pages_P, int(position + count), scale)
-        return out_THD
+def tiled_kernels(over: Kernels | None = None) -> Kernels:
+    """``over``, or the reference, but for chunks of captured steps."""
+    return kernels_with(over, repeat_prefill=repeat_prefill, prefill_attention=prefill_attention)
 
 
-class TiledExactKernels(TiledKernels, ExactKernels):
-    """For activations and weights in float64."""
+def repeat_prefill(
+    _: Op, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+) -> RepeatedPrefill | None:
+    return RepeatedTiles(kv_layer.device, len(page_table_BP), max_tokens, TILE)
+
+
+def prefill_attention(attend: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+    tiles = inputs.planned
+    if not isinstance(tiles, RepeatedTiles):
+        untiled_THD: Tensor = attend(q_THD, kv_layer, inputs, scale)
+        return untiled_THD
+    out_THD = torch.full_like(q_THD, float("nan"))  # of no tile's token
+    for token, count, position, row in tiles.tiles[: tiles.count(len(q_THD))].tolist():
+        if count:
+            here = slice(token, token + count)
+            tile = PrefillAttention(inputs.page_table_BP[row : row + 1], (count,), (position + count,))
+            out_THD[here] = attend(q_THD[here], kv_layer, tile, scale)
+    return out_THD

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.kernels.interface import DeltaRule, Kernels
+from models.kernels.interface import DeltaRule
 from tests.models.kernels.recurrent.ragged_sequences import steps
+from tests.plant import Kernels
 
 TAPS = 4
 

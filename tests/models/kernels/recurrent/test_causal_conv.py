@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.reference import ReferenceKernels
 from tests.models.kernels.recurrent.ragged_sequences import steps
+from tests.plant import Kernels, invariant_kernels, reference_kernels
 
 LENGTHS = [13, 1, 4, 7, 2, 22]
 CHANNELS = 10
@@ -22,9 +21,9 @@ def whole(x_TC: Tensor, weight_CJ: Tensor, bias_C: Tensor | None) -> Tensor:
     return F.silu(F.conv1d(padded_1CT, weight_CJ.unsqueeze(1), bias_C, groups=len(weight_CJ)))[0].T
 
 
-@pytest.mark.parametrize("kernels", [ReferenceKernels(), DeterministicReferenceKernels()])
+@pytest.mark.parametrize("kernels", [reference_kernels(), invariant_kernels()])
 @pytest.mark.parametrize(("taps", "bias", "most"), [(4, False, 3), (4, True, 9), (2, False, 2), (5, True, 30)])
-def test_any_cut_equals_the_whole(kernels: ReferenceKernels, taps: int, bias: bool, most: int) -> None:
+def test_any_cut_equals_the_whole(kernels: Kernels, taps: int, bias: bool, most: int) -> None:
     torch.manual_seed(taps)
     sequences = [torch.randn(length, CHANNELS) for length in LENGTHS]
     weight_CJ, bias_C = torch.randn(CHANNELS, taps), torch.randn(CHANNELS) if bias else None
@@ -52,7 +51,7 @@ def test_a_step_of_one_token_a_row() -> None:
     window_SJC = torch.zeros(5, 4, CHANNELS)
     slots_B = torch.tensor([4, 0, 2])
     outs = [
-        ReferenceKernels().causal_conv(
+        reference_kernels().causal_conv(
             x_BC, weight_CJ, None, window_SJC, StateRows(slots_B), torch.tensor([position, 0, position])
         )
         for position, x_BC in enumerate(x_LBC)

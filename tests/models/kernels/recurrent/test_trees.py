@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.reference import ReferenceKernels
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
 from tests.models.kernels.recurrent.mamba_cases import banks, random_weights, width
 from tests.models.kernels.recurrent.tree_cases import (
@@ -29,13 +27,14 @@ from tests.models.kernels.recurrent.tree_cases import (
     positions,
     state_tree,
 )
+from tests.plant import Kernels, invariant_kernels, reference_kernels
 
 PARENTS = [[CHAIN, STAR, FORKED], [grown(33, seed) for seed in range(3)], [[0, 0], [0, 0], [0, 0]]]
 STARTS = [5, 0, 2]  # of sequences, so that taps reach state, zeros and nodes
 Made = tuple[Tensor, Run, list[Tensor]]  # projections of three rows of at most 33 tokens, the operation, its banks
 
 
-def delta_net(kernels: ReferenceKernels) -> Made:
+def delta_net(kernels: Kernels) -> Made:
     made = DeltaCase(k_heads=2, v_heads=4, k_dim=8, v_dim=12, lengths=(99, 33, 33)).made()
 
     def run(tokens_TX: Tensor, rows: StateRows, positions_T: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def delta_net(kernels: ReferenceKernels) -> Made:
     return made.projected[0], run, [made.window_SJC, made.state_SHVK]
 
 
-def mamba(kernels: ReferenceKernels) -> Made:
+def mamba(kernels: Kernels) -> Made:
     torch.manual_seed(3)
     weights = random_weights(4, 6, 2, 10, 4, torch.float32)
     window, state = banks(weights, torch.float32, slots=6)
@@ -59,9 +58,9 @@ def mamba(kernels: ReferenceKernels) -> Made:
 OPERATIONS = pytest.mark.parametrize(
     "make",
     [
-        partial(delta_net, ReferenceKernels()),
-        partial(delta_net, DeterministicReferenceKernels()),
-        partial(mamba, ReferenceKernels()),
+        partial(delta_net, reference_kernels()),
+        partial(delta_net, invariant_kernels()),
+        partial(mamba, reference_kernels()),
     ],
     ids=["gated delta net", "gated delta net, deterministic", "Mamba-2"],
 )
