@@ -61,6 +61,8 @@ from runtime.execute.step.window import WindowRole
 if TYPE_CHECKING:  # ranks that tests start have no use for it
     import pytest
 
+    from runtime.engine import Engine
+
 Op = Callable[..., Any]  # what is planted over, bound to its kernels or step
 Owner = type | types.ModuleType
 
@@ -137,6 +139,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: st
         monkeypatch.setattr(owner, name, partial(fn, usual))
     else:
         monkeypatch.setattr(owner, name, _method(fn, lambda one: usual.__get__(one), usual))
+
+
+def plant_replay(engine: Engine, fn: Op) -> None:
+    """``fn(replay, spec)`` in the place of the replays of captured steps with chunks, in this engine for good."""
+    graphs = engine.executor.prefill.graphs
+    graphs.launch = partial(fn, graphs.launch)  # type: ignore[method-assign]
 
 
 def _method(fn: Op, usual_of: Callable[[Any], Op], usual: Op) -> Op:

@@ -27,7 +27,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
-from tests.plant import Op, make_prefill_graphs, plant
+from tests.plant import Op, make_prefill_graphs, plant, plant_replay
 from tests.runtime.engine.exact_kernels import ExactKernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -46,14 +46,13 @@ EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "mix
 
 def replays(engine: Engine) -> dict[int, int]:
     """Counts, from here on, the replays of each bucket."""
-    counts = dict.fromkeys(engine.executor.prefill.graphs._graphs, 0)
-    launch = engine.executor.prefill.graphs.launch
+    counts = dict.fromkeys(engine.executor.captured_tokens, 0)
 
-    def counted(spec: LaunchSpec) -> None:
+    def counted(replay: Op, spec: LaunchSpec) -> None:
         counts[spec.padded_tokens] += 1
-        launch(spec)
+        replay(spec)
 
-    engine.executor.prefill.graphs.launch = counted  # type: ignore[method-assign]
+    plant_replay(engine, counted)
     return counts
 
 
@@ -83,13 +82,12 @@ def test_steps_with_split_keys_give_the_same_tokens(
     monkeypatch.setattr(launch_spec, "LONG_PREFIX", 4)
     with rig(depth=2, shape=shape, prefill_buckets=BUCKETS, **{**EXACT, "mixed": mixed}) as engine:
         split: list[bool] = []
-        launch = engine.executor.prefill.graphs.launch
 
-        def noted(spec: LaunchSpec) -> None:
+        def noted(replay: Op, spec: LaunchSpec) -> None:
             split.append(spec.split_keys)
-            launch(spec)
+            replay(spec)
 
-        engine.executor.prefill.graphs.launch = noted  # type: ignore[method-assign]
+        plant_replay(engine, noted)
         assert outcome(run(engine, requests)) == launched
     assert sum(split) > 3
     assert not all(split)
