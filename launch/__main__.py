@@ -112,7 +112,7 @@ def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCo
     from runtime.config import ConfigError
     from runtime.execute.cache.sizing import CacheMemoryError
     from runtime.execute.step.row_graphs import CaptureError
-    from runtime.frontend.tokenizer import TokenizerError
+    from runtime.frontend.tokenizer_files import TokenizerError
     from runtime.speculative_config import SpeculativeConfigError
 
     of_the_command_line = (

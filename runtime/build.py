@@ -36,6 +36,7 @@ from runtime.execute.result_reader import StepTiming
 from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.frontend.tokenizer_files import TokenizerFiles
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
@@ -95,7 +96,9 @@ def build_engine(
     what to change.
     """
     model_config = ModelConfig.from_folder(Path(config.model))
-    served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), model_config.eos_token_ids)
+    ends = TokenizerFiles(config.model).end_token_ids(model_config.vocab_size)
+    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *ends)))
+    served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), ends)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     if config.speculation is not None:
         top_k = config.speculation.tree_top_k or 0

@@ -66,8 +66,10 @@ SERVED_ONLY_CHATS: Final[Neutral] = {
 }
 # What a message of a batch may have. Over HTTP there may be more: a template may know it.
 _IN_MESSAGES: Final = {
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal", "annotations",
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking", "refusal",
+    "annotations",
 }  # fmt: skip
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")  # one text by the names that templates read
 _WHY: Final = {
     "echo": "a chat's answer does not repeat its messages",
     "add_generation_prompt": "what is generated is the assistant's answer",
@@ -108,9 +110,10 @@ def as_sent(error: RequestError, body: object) -> RequestError:
 
 
 def plain_messages(messages: Sequence[dict[str, Any]], *, strict: bool = False) -> list[dict[str, Any]]:
-    """As chat templates want them: content is one text, arguments of tool calls are objects, nothing is null.
+    """As chat templates want them: content is a text or text parts, reasoning has all its names, arguments of tool
+    calls are objects, nothing is null, and an empty list of tool calls is none.
 
-    ``strict``: fields that nobody knows are refused.
+    ``strict``: unknown fields are refused.
     """
     if not messages:
         raise _bad("messages is empty: give at least one message")
@@ -133,7 +136,8 @@ def _plain_message(where: str, message: dict[str, Any], strict: bool) -> dict[st
         raise _bad(f"{where} has an unknown field `{unknown[0][:80]}`: leave it out")
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+        texts = [_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
+        plain["content"] = [{"type": "text", "text": text} for text in texts]
     elif content is None:
         if plain["role"] != "assistant":
             raise _bad(f"{where} has no content: send a text; only an assistant's message may have none")
@@ -145,7 +149,10 @@ def _plain_message(where: str, message: dict[str, Any], strict: bool) -> dict[st
         if not isinstance(calls, list):
             raise _bad(f"{where}.tool_calls is {_shown(calls)}, but must be a list")
         plain["tool_calls"] = [_plain_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
-    return plain
+        if not calls:
+            del plain["tool_calls"]
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    return plain if reasoning is None else {**dict.fromkeys(_REASONING, reasoning), **plain}
 
 
 def _part_text(where: str, part: object) -> str:
@@ -164,13 +171,17 @@ def _plain_call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise _bad(f'{where} has no function: send "function": {{"name": ..., "arguments": ...}}')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
-            raise _bad(f"{where} has arguments that are not JSON: {error}") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _plain_arguments(function.get("arguments"))}}
+
+
+def _plain_arguments(written: object) -> dict[str, Any]:
+    """An object that a template can write down: of what a model wrote, such as JSON that is cut off, an empty one."""
+    try:
+        arguments = json.loads(written) if isinstance(written, str) else written
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _shown(value: object) -> str:

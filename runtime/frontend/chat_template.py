@@ -1,7 +1,7 @@
 """Chat templates: a list of messages to the text of a prompt.
 
-Knows: where a model folder keeps its template, and how templates written for transformers expect to be rendered.
-Does not know: token ids (tokenizer.py) or where messages come from.
+Knows: how templates written for transformers expect to be rendered, and what a template reads of a message.
+Does not know: token ids (tokenizer.py), where templates are kept (tokenizer_files.py) or where messages come from.
 
 A template is a program that came with the weights: it runs in jinja2's immutable sandbox, without access to attributes
 of Python objects, files or the environment.
@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.frontend.tokenizer import TokenizerError
+from runtime.frontend.tokenizer_files import SPECIAL_TOKENS, TokenizerError, TokenizerFiles, read_text
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RESERVED = ("messages", "add_generation_prompt", *_SPECIAL_TOKENS)
+_RESERVED: Final = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
+_PROBE: Final = "some words of a message"
+_PROBE_FUNCTION: Final = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+_PROBE_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {}}}
+
+Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
@@ -35,50 +40,39 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """One compiled template. Trailing newlines and blank-line handling are transformers' (trim and lstrip blocks)."""
+    """A model's templates, compiled: one, or several by name. Chats with tools get that named ``tool_use``, others
+    ``default``. Trailing newlines and blank-line handling are transformers' (trim and lstrip blocks)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        sources = {"default": source} if isinstance(source, str) else source
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = environment.from_string(source)
+            self._programs = {name: _Program(text, name == "tool_use") for name, text in sources.items()}
         except TemplateError as error:
             raise TokenizerError(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
-        """chat_template.jinja, else tokenizer_config.json's ``chat_template``; None when the folder has neither."""
-        folder = Path(folder)
-        config = _read_object(folder / "tokenizer_config.json")
-        names = _read_object(folder / "special_tokens_map.json") | config
-        file = folder / "chat_template.jinja"
-        source = _read_text(file) if file.is_file() else _default_template(config.get("chat_template"))
-        if source is None:
-            return None
-        return cls(source, {key: text for key in _SPECIAL_TOKENS if (text := _token_text(names.get(key))) is not None})
+        """The templates of a model's folder; None when it has none. Raises TokenizerError."""
+        files = TokenizerFiles(folder)
+        templates = files.chat_templates()
+        return cls(templates, files.special_tokens) if templates else None
 
     @classmethod
     def from_file(cls, file: str | Path, folder: str | Path) -> ChatTemplate:
         """Another template than the folder's, with the folder's special tokens. Raises TokenizerError."""
-        names = _read_object(Path(folder) / "special_tokens_map.json")
-        names |= _read_object(Path(folder) / "tokenizer_config.json")
-        texts = {key: text for key in _SPECIAL_TOKENS if (text := _token_text(names.get(key))) is not None}
-        return cls(_read_text(Path(file)), texts)
+        return cls(read_text(Path(file)), TokenizerFiles(folder).special_tokens)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt up to where the assistant answers; without ``add_generation_prompt`` up to the last message's end.
-        ``variables`` are the template's own, such as enable_thinking.
+        A message's content is a text or a list of text parts; the template gets the form that it reads.
+        ``variables`` are the template's own, such as enable_thinking, and ``tools``.
 
         Raises ChatTemplateError when the template refuses the messages or fails on them.
         """
@@ -88,11 +82,65 @@ class ChatTemplate:
                 f"chat_template_kwargs sets {taken[0]!r}, which the template gets from the request",
                 "chat_template_kwargs",
             )
-        values: dict[str, Any] = {**self._special_tokens, **(variables or {})}
+        values: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        program = (self._programs.get("tool_use") if values["tools"] else None) or self._programs.get("default")
+        if program is None:
+            raise ChatTemplateError(f"the model has chat templates named {sorted(self._programs)}, but no default one")
+        fitted = [program.fitted(message, self._special_tokens) for message in messages]
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
+            text = program.template.render(messages=fitted, add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # a template can fail in any way on messages that it did not foresee
             raise ChatTemplateError(f"the chat template fails on these messages: {error}") from error
+        for message, given in zip(fitted, messages, strict=True):
+            if message["role"] != given["role"] and _in_form(given["content"], False).strip() not in text:
+                raise ChatTemplateError(f"the chat template has no place for this message of role {given['role']!r}")
+        return text
+
+
+class _Program:
+    """One template, and what it reads: the developer's messages, and content as a text or as parts."""
+
+    def __init__(self, source: str, with_tools: bool) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self.template = environment.from_string(source)
+        self._tools = [{"type": "function", "function": _PROBE_FUNCTION}] if with_tools else None
+        self._knows_developer = any(n.value == "developer" for n in environment.parse(source).find_all(nodes.Const))
+        self._reads_parts: dict[str, bool] = {}
+
+    def fitted(self, message: Message, special_tokens: Mapping[str, str]) -> Message:
+        """``message`` in the form that the template reads."""
+        role = message["role"]
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        if role not in self._reads_parts:
+            self._reads_parts[role] = self._probed(role, special_tokens)
+        return {**message, "role": role, "content": _in_form(message["content"], self._reads_parts[role])}
+
+    def _probed(self, role: str, special_tokens: Mapping[str, str]) -> bool:
+        """Whether content of ``role`` is in the prompt only where it is parts."""
+        for as_parts in (False, True):
+            probe = {"role": role, "content": _in_form(_PROBE, as_parts)}
+            with suppress(Exception):  # this form, or this role, is refused
+                messages = self._around(probe, special_tokens) if role != "user" else [probe]
+                values = {"tools": self._tools, "documents": None, "add_generation_prompt": True, **special_tokens}
+                if _PROBE in self.template.render(messages=messages, **values):
+                    return as_parts
+        return False
+
+    def _around(self, probe: Message, special_tokens: Mapping[str, str]) -> list[Message]:
+        """A conversation in which a message of that role may stand."""
+        user = self.fitted({"role": "user", "content": "hello"}, special_tokens)
+        if probe["role"] == "assistant":
+            return [user, probe, user]
+        if probe["role"] == "tool":
+            called = self.fitted({"role": "assistant", "content": ""}, special_tokens)
+            return [user, {**called, "tool_calls": [_PROBE_CALL]}, {**probe, "tool_call_id": _PROBE_CALL["id"]}]
+        return [probe, user]
 
 
 class _GenerationBlock(Extension):
@@ -105,43 +153,22 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _in_form(content: str | list[dict[str, str]], as_parts: bool) -> Any:
+    if as_parts:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Plain JSON: jinja2's own filter escapes HTML characters, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _default_template(entry: object) -> str | None:
-    """``chat_template`` is a text, or a list of named ones of which "default" is taken."""
-    if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
-    return entry if isinstance(entry, str) else None
-
-
-def _token_text(entry: object) -> str | None:
-    """A special token is written as text or as an object with ``content``."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

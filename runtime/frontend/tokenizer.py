@@ -14,6 +14,8 @@ from typing import Final
 
 import tokenizers
 
+from runtime.frontend.tokenizer_files import TokenizerError, TokenizerFiles
+
 _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
@@ -22,15 +24,13 @@ _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has mor
 _LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 
 
-class TokenizerError(ValueError):
-    """A model folder's tokenizer files are missing or cannot be read."""
-
-
 class Tokenizer:
     """tokenizer.json of a model folder: text to ids and back."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
+        backend.no_truncation()  # a trainer's settings, which transformers turns off for each call, too
+        backend.no_padding()
         kinds = _decoder_kinds(backend)
         # A byte-level decoder joins bytes and nothing else. Others look at what comes before: they strip the first
         # space of a text, and a run of <0xNN> tokens is a character or rubbish only as a whole.
@@ -50,14 +50,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Raises TokenizerError when tokenizer.json is missing or not readable."""
+        """With what the files around tokenizer.json add to it. Raises TokenizerError when one of them is missing or not
+        readable."""
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist: save the model with its fast tokenizer")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every malformed file
             raise TokenizerError(f"{path} cannot be read: {error}") from error
+        TokenizerFiles(folder).complete(backend)
+        return cls(backend)
 
     @classmethod
     def if_any(cls, folder: str | Path) -> Tokenizer | None:

@@ -116,6 +116,37 @@ def test_messages_are_those_that_serve_takes() -> None:
     assert request.prompt == "".join(map(json.dumps, rendered))
 
 
+def test_history_of_any_client_renders() -> None:
+    """An empty list of calls is none, reasoning has every name, arguments are an object whatever a model wrote."""
+    message = {"role": "assistant", "content": "a"}
+    (plain,) = body_rules.plain_messages([{**message, "tool_calls": [], "refusal": None}])
+    assert plain == message
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        (plain,) = body_rules.plain_messages([{**message, name: "why"}], strict=True)
+        assert plain == {**message, "reasoning": "why", "reasoning_content": "why", "thinking": "why"}
+    broken = [
+        '{"a": "hi',
+        "no JSON",
+        "[1]",
+        '"text"',
+        "3",
+        "null",
+        "",
+        " ",
+        None,
+        [1],
+        5,
+        '{"a": "\\ud83d"}',
+        "[" * 10**5,
+    ]
+    expected = [*({} for _ in broken), {"a": [1, {"é": None}]}, {"a": 1}]
+    calls = [
+        {"function": {"name": "f", "arguments": written}} for written in (*broken, '{"a": [1, {"é": null}]}', {"a": 1})
+    ]
+    (plain,) = body_rules.plain_messages([{**message, "tool_calls": calls}])
+    assert [call["function"]["arguments"] for call in plain["tool_calls"]] == expected
+
+
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "max_completion_tokens": 3}
     line = json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}).encode()

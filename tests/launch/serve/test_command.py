@@ -16,7 +16,7 @@ from launch.serve.options import ServeCommand
 from launch.serve.processes import listeners
 from launch.serve.settings import ServerSettings, decoded, encoded
 from runtime.config import EngineConfig
-from runtime.frontend.tokenizer import TokenizerError
+from runtime.frontend.tokenizer_files import TokenizerError
 from runtime.schedule.request import SamplingParams
 from tests.launch.api.parsed import parsed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
-from runtime.frontend.tokenizer import TokenizerError
+from runtime.frontend.tokenizer_files import TokenizerError
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -92,3 +92,94 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
 def test_a_template_that_does_not_compile_is_named() -> None:
     with pytest.raises(TokenizerError, match="cannot be compiled"):
         ChatTemplate("{% for %}")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+
+
+def each(body: str, condition: str = "") -> str:
+    """A template that says ``body`` of each message."""
+    return "{% for m in messages " + condition + " %}" + body + "{% endfor %}"
+
+
+def test_the_template_for_tools_is_chosen_where_there_are_tools() -> None:
+    template = ChatTemplate({"default": "plain {{ tools is none }}", "tool_use": "{{ tools[0].function.name }}"})
+    assert template.render(HELLO) == "plain True"
+    assert template.render(HELLO, {"tools": [TOOL]}) == "f"
+    with pytest.raises(ChatTemplateError, match="no default one"):
+        ChatTemplate({"tool_use": ""}).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        each(PARTS),
+        each("{{ m.content[0]['text'] }}"),
+        each("{{ (m.content | selectattr('type', 'equalto', 'text') | first).text }}"),
+        each("{{ raise_exception('parts') if m.content is string }}{{ m.content | map(attribute='text') | join }}"),
+        "{% macro text(m) %}" + PARTS + "{% endmacro %}" + each("{{ text(m) }}"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool", "other"])
+def test_a_template_that_reads_parts_gets_parts(source: str, role: str) -> None:
+    for content in ("hello", [{"type": "text", "text": "hello"}]):
+        assert ChatTemplate(source).render([{"role": role, "content": content}]) == "hello"
+
+
+def test_each_role_gets_the_form_that_the_template_reads() -> None:
+    source = each("{% if m.role == 'user' %}" + PARTS + "{% else %}{{ m.content }}{% endif %}")
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    for content in ("hello", parts):
+        messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "user")]
+        assert ChatTemplate(source).render(messages) == "hello" * 4
+
+
+def test_a_template_that_reads_both_forms_gets_texts() -> None:
+    source = each("{% if m.content is string %}s{{ m.content }}{% else %}" + PARTS + "{% endif %}")
+    assert ChatTemplate(source).render([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == "sa"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (each("S{{ m.content | trim }}", "if m.role == 'system'"), "Sbe brief"),
+        (each("{{ m.role }}:{{ m.content }};", "if m.role in ['system', 'user']"), "system: be brief ;user:hello;"),
+        (each("{{ m.role }}:{{ m.content }};"), "system: be brief ;user:hello;"),
+        (each("D{{ m.content }}", "if m.role == 'developer'"), "D be brief "),
+        ("{# developer #}" + each(PARTS, "if m.role == 'system'"), " be brief "),
+    ],
+)
+def test_a_developer_s_message_is_a_system_message_where_the_template_has_no_such_role(
+    source: str, expected: str
+) -> None:
+    messages = [{"role": "developer", "content": " be brief "}, *HELLO]
+    assert ChatTemplate(source).render(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (each("{{ m.content }}", "if m.role == 'user'"), "no place for this message of role 'developer'"),
+        (each("{{ raise_exception('no system') if m.role == 'system' }}"), "no system"),
+        ("{{ messages[0].content if messages[0].role == 'system' }}", "no place for this message"),
+    ],
+)
+def test_no_prompt_goes_without_the_developer_s_message(source: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(source).render([*HELLO, {"role": "developer", "content": "be brief"}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", '{"b": "é<", "a": [1]}'),
+        ("ensure_ascii=True", '{"b": "\\u00e9<", "a": [1]}'),
+        ("separators=(',', ':'), sort_keys=True", '{"a":[1],"b":"é<"}'),
+        ("indent=1", '{\n "b": "é<",\n "a": [\n  1\n ]\n}'),
+        ("false, 1, none, true", '{\n "a": [\n  1\n ],\n "b": "é<"\n}'),
+    ],
+)
+def test_tojson_has_the_arguments_of_transformers(arguments: str, expected: str) -> None:
+    source = "{{ value | tojson(" + arguments + ") }}"
+    assert ChatTemplate(source).render(HELLO, {"value": {"b": "é<", "a": [1]}}) == expected

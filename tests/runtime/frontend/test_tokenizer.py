@@ -18,9 +18,9 @@ from runtime.frontend.tokenizer import (
     StopMatcher,
     TextStream,
     Tokenizer,
-    TokenizerError,
     open_detokenizer,
 )
+from runtime.frontend.tokenizer_files import TokenizerError
 from tests.runtime.frontend import small_tokenizers
 
 KINDS = [small_tokenizers.byte_level, small_tokenizers.sentencepiece]
