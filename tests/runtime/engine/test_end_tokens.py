@@ -21,7 +21,9 @@ def test_the_tokenizer_s_end_token_ends_answers(tmp_path: Path, of_config: objec
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": of_config}))
     (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 5, "content": "<e>"}]}')
     (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<e>"}}')
-    engine_config = EngineConfig(model=str(folder), load_format="dummy", device="cpu", max_num_seqs=1, num_blocks=9)
+    engine_config = EngineConfig(
+        model=str(folder), load_format="dummy", device="cpu", max_num_seqs=1, num_blocks=40, max_model_len=64
+    )
     control = SingleRankControl()
     with build_engine(engine_config, control=control, collectives=SingleRank(), agree_min=int, device="cpu") as engine:
         assert engine.model_config.eos_token_ids == expected
