@@ -19,5 +19,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)  # type: ignore[no-untyped-call]  # torch's, see above
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and what hides a mode from the compiler imports it, for three seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError

@@ -385,14 +385,14 @@ def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
                 way(x, residual_TN=x, norm_N=norm, eps=1e-6)
 
 
-def all_reduces_of_prompts(driver: CompilingDriver) -> None:
+def all_reduces_of_prompts(driver: CompilingDriver, *widths: int) -> None:
     """Of more rows than have a program each, as ranks take them whose buffers have so many: one-shot between two,
     two-shot between four; 8192 is the widest row that they take in bfloat16.
     """
     for ranks, name in ((2, "one-shot"), (4, "two-shot")):
         made = FirstRank(ranks).dispatch
         way = made.one_shot if ranks == 2 else made.two_shot
-        for width in (2048, 4096, 8192):
+        for width in widths:
             driver.where = f"{name}, {width} wide"
             x, norm = (torch.empty(*shape, dtype=torch.bfloat16, device=META) for shape in ((2048, width), (width,)))
             way(x, residual_TN=x, norm_N=norm, eps=1e-6)
@@ -412,14 +412,14 @@ def exchanges(driver: CompilingDriver, *sizes: int) -> None:
             all_reduce_rows(torch.empty(size * 16, width, dtype=dtype, device=META), buffers, scatter=True, pdl=True)
 
 
-def exchanges_of_prompts(driver: CompilingDriver) -> None:
-    """Of more rows than have a program each, between two groups and between four; the last is the widest row that they
-    take in bfloat16.
+def exchanges_of_prompts(driver: CompilingDriver, *widths: int) -> None:
+    """Of more rows than have a program each, between two groups and between four; 8128 is the widest row that they take
+    in bfloat16.
     """
     for groups in (2, 4):
         buffers = _of_groups(groups, limits_of(groups).rows)
         rows = 2 * buffers.rows - 1
-        for width in (2048, 4096, 8192 - 64):
+        for width in widths:
             driver.where = f"{groups} groups, {width} wide"
             hidden, parts = (
                 torch.empty(count, width, dtype=torch.bfloat16, device=META) for count in (rows, groups * rows)
@@ -577,12 +577,14 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-prefill": more_prefills,
     "push": pushing,
     "late-products": late_products,
-    "all-reduce": lambda driver: all_reduces(driver, 3, 8),
-    "all-reduces-of-prompts": all_reduces_of_prompts,
-    "more-all-reduce": lambda driver: all_reduces(driver, 2, 5),
-    "exchanges": lambda driver: exchanges(driver, 3, 8),
-    "exchanges-of-prompts": exchanges_of_prompts,
-    "more-exchanges": lambda driver: exchanges(driver, 2, 5),
+    "all-reduce": lambda driver: all_reduces(driver, 8),
+    "all-reduces-of-prompts": lambda driver: all_reduces_of_prompts(driver, 8192),
+    "more-all-reduces-of-prompts": lambda driver: all_reduces_of_prompts(driver, 2048, 4096),
+    "more-all-reduce": lambda driver: all_reduces(driver, 2, 3, 5),
+    "exchanges": lambda driver: exchanges(driver, 8),
+    "exchanges-of-prompts": lambda driver: exchanges_of_prompts(driver, 8192 - 64),
+    "more-exchanges-of-prompts": lambda driver: exchanges_of_prompts(driver, 2048, 4096),
+    "more-exchanges": lambda driver: exchanges(driver, 2, 3, 5),
     "slot-state": slot_state,
     "more-slot-state": more_slot_state,
     "table": shipped_table,
@@ -643,6 +645,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="each rank has whole experts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
+    parser.add_argument("--most-demanding", action="store_true", help="of a part: a launch a kernel and its dtypes")
     parser.add_argument("--same-bits", action="store_true", help="the kernels of the deterministic mode")
     parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")
     parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
@@ -650,6 +653,10 @@ def main() -> None:
     play_an_h200()
     driver = CompilingDriver(compile=not options.late).activate()
     if options.part is not None:
+        if options.most_demanding:
+            survey = CompilingDriver(compile=False).activate()
+            PARTS[options.part](survey)
+            driver = CompilingDriver(only=survey.most_demanding()).activate()
         PARTS[options.part](driver)
         found = [*driver.found.values()]
     else:

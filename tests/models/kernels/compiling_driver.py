@@ -9,11 +9,12 @@ are those that a real launch with the same arguments would have. Tensors may lie
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -88,17 +89,19 @@ class CompilingDriver:
     ``where`` is written into what is found. ``capability``: of the GPU to compile for. Nothing is refused for its
     shared memory: that is for the reader to judge.
     Machine code is read once a kernel and set of its switches, for disassembling takes as long as compiling.
-    Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it. ``package``:
-    only its kernels are compiled, if it is set.
+    Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it. ``only``:
+    those that are, if it is set, and so is ``package``: only its kernels.
     """
 
-    def __init__(self, *, compile: bool = True) -> None:
+    def __init__(self, *, compile: bool = True, only: Collection[tuple[str, str]] | None = None) -> None:
         self.where = ""
         self.package = ""
         self.capability = CAPABILITY
         self.found: dict[str, Compiled] = {}
         self.asked: dict[tuple[str, str], str] = {}
         self._compile = compile
+        self._only = only
+        self._demands: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
         self.utils = SimpleNamespace(get_device_properties=_properties, load_binary=_not_loaded)
         self._disassembled: set[tuple[object, ...]] = set()
         self._files: dict[str, dict[str, Path]] = {}  # of each compiled kernel: by suffix
@@ -128,10 +131,20 @@ class CompilingDriver:
 
         return launch
 
-    def _ask(self, *, key: object, fn: Any, **rest: object) -> bool:
+    def most_demanding(self) -> set[tuple[str, str]]:
+        """Of what was asked, one of each kernel and types of its arguments: that with the largest tiles and loops, as
+        the product of its whole-number constants has it."""
+        return {max(keys, key=lambda key: (keys[key], key)) for keys in self._demands.values()}
+
+    def _ask(self, *, key: object, fn: Any, compile: Any, **rest: object) -> bool:
         """Before a compilation; True keeps Triton from it, and from the launch."""
-        self.asked.setdefault((fn.name, str(key)), self.where)
-        return not self._compile or not fn.module.startswith(self.package)
+        asked = fn.name, str(key)
+        self.asked.setdefault(asked, self.where)
+        if not fn.module.startswith(self.package):
+            return True
+        numbers = (value for value in compile["constants"].values() if type(value) is int and value > 0)
+        self._demands.setdefault((fn.name, str(compile["signature"])), {})[asked] = math.prod(numbers)
+        return not self._compile or (self._only is not None and asked not in self._only)
 
     def _listen(self, *, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: object) -> None:
         self._files[metadata["hash"]] = {Path(path).suffix: Path(path) for path in metadata_group.values()}

@@ -117,9 +117,11 @@ FILES = [f for folder in FOLDERS for f in sorted((ROOT / folder).rglob("*.py")) 
 PART_OF_FOLDER = {"experts": "experts", "recurrent": "slot-state"}  # of all others: dense
 
 
+@pytest.mark.parametrize("most_demanding", [True, pytest.param(False, marks=LONG)])
 @pytest.mark.parametrize("part", ["dense", "experts", "slot-state"])
-def test_every_kernel_compiles_for_hopper_and_fits(part: str, cache: Path) -> None:
-    found = compiled(cache, "--part", part)
+def test_every_kernel_compiles_for_hopper_and_fits(part: str, most_demanding: bool, cache: Path) -> None:
+    """One launch of each kernel and its dtypes, that with the largest tiles, or all launches."""
+    found = compiled(cache, "--part", part, *(["--most-demanding"] if most_demanding else []))
     assert complaints(found) == []
     wanted = kernels_of([file for file in FILES if PART_OF_FOLDER.get(file.parent.name, "dense") == part])
     assert wanted, "no kernel was found in the sources"
@@ -141,12 +143,12 @@ def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(cache: Path) -> 
         assert to_one["programs"] >= min(2, alone["programs"])
 
 
-@pytest.mark.parametrize(("part", "sizes"), [("all-reduce", 3), pytest.param("more-all-reduce", 2, marks=LONG)])
-def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, cache: Path) -> None:
+@pytest.mark.parametrize(("part", "launches"), [("all-reduce", 12), pytest.param("more-all-reduce", 18, marks=LONG)])
+def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, launches: int, cache: Path) -> None:
     """A thread has sixteen bytes or more of each part, which it stores that wide."""
     found = compiled(cache, "--part", part)
     assert complaints(found) == []
-    assert len(found) == sizes * 3 * 2
+    assert len(found) == launches
     for one in found:
         way, ranks = re.findall(r"(.*), (\d+) ranks", one["where"])[0]
         others, results = int(ranks) - 1, 2 if one["constants"]["NORM"] else 1
@@ -156,7 +158,13 @@ def test_all_reduces_send_and_empty_as_wide_as_they_can(part: str, sizes: int, c
 
 
 @pytest.mark.parametrize(
-    ("part", "sizes"), [("all-reduces-of-prompts", [2] * 3 + [4] * 3), ("exchanges-of-prompts", [2] * 6 + [4] * 6)]
+    ("part", "sizes"),
+    [
+        ("all-reduces-of-prompts", [2, 4]),
+        ("exchanges-of-prompts", [2, 2, 4, 4]),
+        pytest.param("more-all-reduces-of-prompts", [2, 2, 4, 4], marks=LONG),
+        pytest.param("more-exchanges-of-prompts", [2] * 4 + [4] * 4, marks=LONG),
+    ],
 )
 def test_all_programs_that_have_several_rows_run_at_once(part: str, sizes: list[int], cache: Path) -> None:
     """One that waited behind others might never start, while a peer polls for its rows."""
@@ -168,12 +176,12 @@ def test_all_programs_that_have_several_rows_run_at_once(part: str, sizes: list[
         assert one["grid"][0] <= one["programs"] * MULTIPROCESSORS, one
 
 
-@pytest.mark.parametrize("part", ["exchanges", pytest.param("more-exchanges", marks=LONG)])
-def test_exchanges_move_rows_as_wide_as_they_can(part: str, cache: Path) -> None:
+@pytest.mark.parametrize(("part", "sizes"), [("exchanges", 1), pytest.param("more-exchanges", 3, marks=LONG)])
+def test_exchanges_move_rows_as_wide_as_they_can(part: str, sizes: int, cache: Path) -> None:
     """Hidden states in sixteen bytes; a weight and an id of each choice are one number a thread."""
     found = compiled(cache, "--part", part)
     assert complaints(found) == []
-    assert len(found) == 2 * 3 * 2
+    assert len(found) == sizes * 3 * 2
     for one in found:
         others = int(one["where"].split()[0]) - 1
         if one["kernel"] == "_all_reduce_kernel":

@@ -47,6 +47,7 @@ from tests.runtime.engine.test_speculation import NARROWER, ngram, repeating, sp
 from tests.runtime.engine.test_trees import some, trees
 from tests.runtime.execute.step.test_rehearsal import MeasuredTwin
 from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter
+from tests.selection import covering
 
 BUCKETS = (2, 4)
 TOKENS = (16, 24, 40, 56, 72)
@@ -243,9 +244,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert searches
 
 
-@pytest.mark.parametrize("late_tables", [False, True])
-@pytest.mark.parametrize("too_small", [False, True])
-@pytest.mark.parametrize("model", ["attention", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("model", "too_small", "late_tables"), covering(("attention", "qwen3.5"), (False, True), (False, True))
+)
 def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(model, monkeypatch)
     if late_tables:
