@@ -18,7 +18,7 @@ from runtime.speculative_config import speculative_config
 from tests.plant import Kernels, Op, invariant_kernels, kernels_with
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.engine.conftest import over_model
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.rig import rig
 
 STARTS = (
@@ -64,7 +64,7 @@ def talk(probes: int, **limits: Any) -> tuple[Listener[Engine], list[Frame]]:
 def test_who_was_probed_goes_on_as_who_was_not(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later tokens, the bits of their log-probabilities, and ends: KV, recurrent state and sampler are untouched."""
     over_model(model, monkeypatch)
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+    exact: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
     plain, nothing = talk(0, **exact)
     probed, answers = talk(2, **exact)
     assert told(probed) == told(plain)
@@ -92,7 +92,7 @@ def depends_on_rows(linear: Op, x_TN: torch.Tensor, *given: Any) -> Any:
 
 def test_mutant_a_product_that_knows_its_rows_is_found() -> None:
     """Buckets of one and of four rows, and products that differ between them."""
-    kernels = kernels_with(ExactKernels(), linear=depends_on_rows)
+    kernels = kernels_with(exact_kernels(), linear=depends_on_rows)
     _, answers = talk(1, kernels=kernels, dtype=torch.float64, rows=4, buckets=(1, 4))
     assert max(answer.answer["logprob_difference"] or 0.0 for answer in answers) > 0.0
 
@@ -105,7 +105,7 @@ def test_a_stop_string_within_a_window_ends_the_turn_there(depth: int) -> None:
     proposer = proposer_for(speculative_config(keys))
     speculating: dict[str, Any] = {"proposer": proposer, "speculation": Speculation(6), "blocks": 400}
     prompt, options = [50, *digits, *digits], "keep=1 text=1 temperature=0.6 seed=7 logprobs=1"
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+    exact: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
     with rig(depth=depth, max_sessions=4, **speculating, **exact) as engine:
         defaults = SamplingParams(allowed_token_ids=digits)
         tokenizer = Tokenizer.from_folder("models/demo")

@@ -10,84 +10,99 @@ Knows: the contract of models/kernels/interface.py. Does not know: speed.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, seen_keys
+from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import Rotation
-from models.kernels.reference import ReferenceKernels
-from tests.plant import Kernels
+from models.kernels.reference import ReferenceKernels, into
+from tests.plant import Kernels, Op, kernels_with
 
 
-class ExactKernels(ReferenceKernels):
-    """For activations and weights in float64."""
-
-    name = "exact"
-
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x_TN, weight_N.shape, weight_N, eps)
-
-    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        gate, up = gate_up_T2I.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
-        kv_heads, head_dim = kv_layer.shape[3:]
-        qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
-        q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
-        if rotation.q_norm_D is not None:
-            q = self.rms_norm(q, rotation.q_norm_D, rotation.eps)
-        if rotation.k_norm_D is not None:
-            k = self.rms_norm(k, rotation.k_norm_D, rotation.eps)
-        cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T].double()
-        keys, values = kv_layer.flatten(1, 2)
-        keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
-        values.index_copy_(0, rotation.kv_slots_T, v)
-        return _rotate(q, cos_sin_TR)
-
-    def decode_attention(
-        self,
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        out_THD: Tensor | None = None,
-    ) -> Tensor:
-        if out_THD is not None or inputs.starts_B is not None:
-            return super().decode_attention(q_THD, kv_layer, inputs, scale, out_THD)
-        q_BQHD = q_THD.view(-1, inputs.query_len, *q_THD.shape[1:])
-        return _attend(q_BQHD, kv_layer, inputs, scale).flatten(0, 1)
-
-    def _prefill_row(self, q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-        inputs = DecodeAttention(pages_P[None], torch.tensor([length]), len(q_QHD), length)
-        return _attend(q_QHD[None], kv_layer, inputs, scale)[0]
-
-    def expert_mlp(
-        self,
-        x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
-        weights_TC: Tensor,
-        local_TC: Tensor,
-        *,
-        all_experts: int,
-    ) -> Tensor:
-        chosen_GTC = local_TC == torch.arange(len(down_GNI))[:, None, None]
-        weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
-        up_GTX = x_TN @ gate_up_G2IN.mT
-        inner_GTI = self.silu_mul(up_GTX) if up_GTX.shape[2] > down_GNI.shape[2] else self.relu2(up_GTX)
-        term_GTN = inner_GTI @ down_GNI.mT * weight_GT1
-        return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
-
-
-def exact_kernels() -> Kernels:
-    """Their plans of attention are tables, as on a GPU (tiled_kernels.py), where Triton is there."""
-    if importlib.util.find_spec("triton") is None:
-        return ExactKernels()
-    made: Kernels = importlib.import_module("tests.runtime.engine.tiled_kernels").tiled_kernels(ExactKernels())
+def exact_kernels(*, tables: bool = False) -> Kernels:
+    """For activations and weights in float64. ``tables``: where Triton is there, plans of prefill attention are tables,
+    as on a GPU (tiled_kernels.py)."""
+    exact = kernels_with(
+        name="exact",
+        rms_norm=rms_norm,
+        silu_mul=silu_mul,
+        rope_and_cache=rope_and_cache,
+        decode_attention=decode_attention,
+        prefill_attention=prefill_attention,
+        expert_mlp=expert_mlp,
+    )
+    if not tables or importlib.util.find_spec("triton") is None:
+        return exact
+    made: Kernels = importlib.import_module("tests.runtime.engine.tiled_kernels").tiled_kernels(exact)
     return made
+
+
+def rms_norm(_: Op, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x_TN, weight_N.shape, weight_N, eps)
+
+
+def silu_mul(_: Op, gate_up_T2I: Tensor) -> Tensor:
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_and_cache(_: Op, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+    kv_heads, head_dim = kv_layer.shape[3:]
+    qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
+    q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
+    if rotation.q_norm_D is not None:
+        q = F.rms_norm(q, rotation.q_norm_D.shape, rotation.q_norm_D, rotation.eps)
+    if rotation.k_norm_D is not None:
+        k = F.rms_norm(k, rotation.k_norm_D.shape, rotation.k_norm_D, rotation.eps)
+    cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T].double()
+    keys, values = kv_layer.flatten(1, 2)
+    keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
+    values.index_copy_(0, rotation.kv_slots_T, v)
+    return _rotate(q, cos_sin_TR)
+
+
+def decode_attention(
+    _: Op, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+) -> Tensor:
+    if inputs.starts_B is not None and inputs.queries_B is not None:
+        rows = [*zip(*(x.tolist() for x in (inputs.starts_B, inputs.queries_B, inputs.kv_lengths_B)), strict=True)]
+        rows = [(start, new if length or not inputs.skip_empty else 0, length) for start, new, length in rows]
+        return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale, out_THD)
+    tokens = len(inputs.kv_lengths_B) * inputs.query_len
+    q_BQHD = q_THD[:tokens].view(-1, inputs.query_len, *q_THD.shape[1:])
+    found_THD = _attend(q_BQHD, kv_layer, inputs, scale).flatten(0, 1)
+    return found_THD if out_THD is None else into(out_THD, found_THD, inputs)
+
+
+def prefill_attention(_: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+    lengths: Any = inputs.planned or inputs
+    starts = accumulate(lengths.query_lengths, initial=lengths.first_token)
+    rows = [*zip(starts, lengths.query_lengths, lengths.kv_lengths, strict=False)]
+    return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale)
+
+
+def expert_mlp(
+    _: Op,
+    x_TN: Tensor,
+    gate_up_G2IN: Tensor,
+    down_GNI: Tensor,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    *,
+    all_experts: int,
+) -> Tensor:
+    chosen_GTC = local_TC == torch.arange(len(down_GNI))[:, None, None]
+    weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
+    up_GTX = x_TN @ gate_up_G2IN.mT
+    gated = up_GTX.shape[2] > down_GNI.shape[2]
+    inner_GTI = silu_mul(_, up_GTX) if gated else up_GTX.relu().square()
+    term_GTN = inner_GTI @ down_GNI.mT * weight_GT1
+    return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
 
 
 def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
@@ -95,6 +110,25 @@ def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
     rotary = cos_sin_TR.shape[-1]
     first, second = x_TKD[..., :rotary].chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x_TKD[..., rotary:]), dim=-1)
+
+
+def _attend_by_row(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    page_table_BP: Tensor,
+    rows: Sequence[tuple[int, int, int]],
+    scale: float,
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """Of each row (where its tokens begin, how many are new, its length): its new tokens, over its pages."""
+    if out_THD is None:
+        out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token: NaN shows a reader that should not be
+    for pages_P, (start, new, length) in zip(page_table_BP, rows, strict=False):
+        if new:
+            q_QHD = q_THD[start : start + new]  # fewer where a bucket is larger than any step
+            inputs = DecodeAttention(pages_P[None], torch.tensor([length]), len(q_QHD), length)
+            out_THD[start : start + new] = _attend(q_QHD[None], kv_layer, inputs, scale)[0]
+    return out_THD
 
 
 def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
@@ -116,3 +150,10 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: fl
     shares_BKXL = scores_BKXL.masked_fill(later_BKXL, float("-inf")).softmax(-1)
     out_BKXD: Tensor = shares_BKXL @ values_BLKD.transpose(1, 2)
     return out_BKXD.view(rows, kv_heads, new, -1, head_dim).transpose(1, 2).reshape(rows, new, heads, head_dim)
+
+
+if TYPE_CHECKING:
+
+    class ExactKernels(ReferenceKernels): ...
+else:
+    ExactKernels = type(exact_kernels())

@@ -171,7 +171,7 @@ def _together(
     mailbox: deque[tuple[int, bytes]] = deque()
 
     def exact() -> RigLimits:
-        return {"kernels": exact_kernels(), "dtype": torch.float64, **limits}
+        return {"kernels": exact_kernels(tables=True), "dtype": torch.float64, **limits}
 
     def follow(index: int) -> None:
         unobserved: RigLimits = {**exact(), "observe": None}

@@ -193,7 +193,7 @@ def _events(draw: random.Random, batch: Batch, prepared: PreparedRequest, turn: 
 
 @contextmanager
 def _engine(limits: Row) -> Iterator[Engine]:
-    exact: Row = {"kernels": exact_kernels(), "dtype": torch.float64, "max_model_len": CONTEXT}
+    exact: Row = {"kernels": exact_kernels(tables=True), "dtype": torch.float64, "max_model_len": CONTEXT}
     exact["shape"] = {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
     with tensor_rig(
         limits.get("ranks", 1), prepare=_break, **(exact | {k: limits[k] for k in limits.keys() - {"ranks"}})

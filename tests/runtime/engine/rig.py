@@ -160,7 +160,7 @@ def rig(
     late: PlanLate | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
-    count, except with ExactKernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
+    count, except with exact kernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py

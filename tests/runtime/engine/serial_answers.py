@@ -14,7 +14,7 @@ import torch
 
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine import rig as rigs
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 
 Answers = dict[int, tuple[tuple[int, ...], FinishReason]]
 
@@ -24,11 +24,11 @@ _answers: dict[tuple[str, bool, tuple[Request, ...], tuple[tuple[str, Any], ...]
 def serial_answers(
     requests: Sequence[Request], *, shape: Mapping[str, object] | None = None, exact: bool = False, **limits: Any
 ) -> Answers:
-    """Tokens and reason of each request at depth 0. ``exact``: in float64, by ExactKernels; ``limits``: of the rig."""
+    """Tokens and reason of each request at depth 0. ``exact``: in float64, by exact kernels; ``limits``: of the rig."""
     model = json.dumps({**rigs.TINY, **(shape or {})}, sort_keys=True)
     key = model, exact, tuple(requests), tuple(sorted(limits.items()))
     if key not in _answers:
-        how: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64} if exact else {}
+        how: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64} if exact else {}
         with rigs.rig(depth=0, shape=shape, **how, **limits) as engine:
             finished = rigs.run(engine, requests)
             assert engine.counters["chained_steps"] == 0

@@ -18,7 +18,7 @@ from runtime.engine import Engine
 from tests.models.tiny_delta import FAMILIES
 from tests.plant import Op, invariant_kernels, kernels_with
 from tests.runtime.engine.conftest import over_model
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, people, prompt
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
@@ -37,7 +37,7 @@ FAMILY = pytest.mark.parametrize("family", FAMILIES)
 def test_token_by_token_equals_all_at_once(family: str) -> None:
     """Chunks of 8 tokens, then steps of one, against one forward pass over everything."""
     one = request(0, prompt(50), max_tokens=12, stops=())
-    with rig(shape=FAMILIES[family], max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(shape=FAMILIES[family], max_prefill_tokens=8, kernels=exact_kernels(), dtype=torch.float64) as engine:
         answer = run(engine, [one])[0].token_ids
         likely = whole(engine.executor._model, tuple(one.prompt_token_ids) + answer).argmax(1)
     assert likely[49:-1].tolist() == list(answer)
@@ -84,7 +84,7 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     stopped = replace(one, stop_token_ids=(tokens[7],))
 
     def life(depth: int) -> list[Tensor]:
-        with rig(shape=shape, depth=depth, kernels=ExactKernels(), dtype=torch.float64, rows=4) as engine:
+        with rig(shape=shape, depth=depth, kernels=exact_kernels(), dtype=torch.float64, rows=4) as engine:
             on_banks(engine, list(range(2, 9)), 7.0)  # of slots in which nobody is seated
             run(engine, [stopped])
             engine.stop()
@@ -102,10 +102,10 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
 def test_two_ranks_hold_a_half_of_each_state(family: str) -> None:
     requests = mixture(3, count=8)
     shape = FAMILIES[family]
-    with rig(depth=0, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(depth=0, shape=shape, kernels=exact_kernels(), dtype=torch.float64) as engine:
         alone = outcome(run(engine, requests))
         full = engine.executor.sizing.shape.layout.bytes_per_slot
-    with tensor_rig(2, depth=2, shape=shape, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with tensor_rig(2, depth=2, shape=shape, kernels=exact_kernels(), dtype=torch.float64) as engine:
         assert outcome(run(engine, requests)) == alone
         assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
 
@@ -140,7 +140,7 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 
     answers = []
     for act in (None, poison):
-        kernels = kernels_with(ExactKernels(), gated_delta=multiplies_by_zero)
+        kernels = kernels_with(exact_kernels(), gated_delta=multiplies_by_zero)
         with rig(shape=FAMILIES["qwen3.5"], kernels=kernels, dtype=torch.float64) as engine:
             answers.append(outcome(run(engine, requests, act)))
     assert answers[0] != answers[1]

@@ -17,7 +17,7 @@ from runtime.schedule.request import Request
 from runtime.schedule.states import State
 from tests.plant import Op, kernels_with
 from tests.runtime.engine.conftest import over_models
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import VOCABULARY, request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -205,7 +205,7 @@ def test_a_fork_that_asks_before_its_prompt_is_written_shows(late: bool, monkeyp
         buckets=(8,),
         prefill_buckets=BUCKETS,
         mixed=MIXED,
-        kernels=kernels_with(ExactKernels(), **planted),
+        kernels=kernels_with(exact_kernels(), **planted),
     )
     (spec,) = (spec for spec in forked.specs if spec.plan.forks)
     assert (spec.plan.kind, len(spec.plan.forks), spec.plan.decode_rows) == (StepKind.MIXED, 2, 2)

@@ -28,7 +28,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import HYBRIDS
-from tests.runtime.engine.exact_kernels import ExactKernels, exact_kernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.lives import Act, check_all_is_back
 from tests.runtime.engine.replay_proposer import script_of
@@ -90,7 +90,7 @@ class Lives:
     def _live(self, index: int, arrivals: dict[int, list[Request]], device: Meeting, host: Meeting) -> Any:
         agreement, exchange = MetAgreement(host, index), MetExchange(device, index)
         split = ExpertSplit(whole=True, exchange=exchange)
-        limits: RigLimits = {"kernels": exact_kernels(), "buckets": BUCKETS, **LIMITS, **self._limits}
+        limits: RigLimits = {"kernels": exact_kernels(tables=True), "buckets": BUCKETS, **LIMITS, **self._limits}
         place: RigPlace = {"experts": split, "groups": agreement}
         finished: dict[int, Finished] = {}
         try:
@@ -219,7 +219,7 @@ def test_each_group_has_snapshots_of_its_own(family: str) -> None:
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     windows: RigLimits = {"proposer": proposer_for(speculative_config(keys)), "speculation": Speculation(4)}
     limits: RigLimits = {"depth": 2, "max_prefill_tokens": 16, "snapshots": SnapshotPolicy(6, 2, 1), "shape": shape}
-    with rig(depth=0, kernels=ExactKernels(), dtype=torch.float64, prefix_caching=False, shape=shape) as engine:
+    with rig(depth=0, kernels=exact_kernels(), dtype=torch.float64, prefix_caching=False, shape=shape) as engine:
         expected = outcome(run(engine, [one for group in arrivals for due in group.values() for one in due]))
     for more in (RigLimits(), windows):
         lives = Lives(arrivals, **within(limits, **more))

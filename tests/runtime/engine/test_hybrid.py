@@ -25,7 +25,7 @@ from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, people, prompt
 from tests.runtime.engine.replay_proposer import window_roles
 from tests.runtime.engine.rig import TINY, request, rig, run
@@ -71,7 +71,7 @@ def whole(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
 
 def test_token_by_token_equals_all_at_once() -> None:
     one = request(0, prompt(50), max_tokens=30, stops=())
-    with rig(shape=HYBRID, max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(shape=HYBRID, max_prefill_tokens=8, kernels=exact_kernels(), dtype=torch.float64) as engine:
         answer = run(engine, [one])[0].token_ids
         likely = whole(engine.executor._model, tuple(one.prompt_token_ids) + answer).argmax(1)
     assert likely[49:-1].tolist() == list(answer)
@@ -100,7 +100,7 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     end = tokens.index(tokens[7])
 
     def life(depth: int) -> list[Tensor]:
-        with rig(shape=HYBRID, depth=depth, kernels=ExactKernels(), dtype=torch.float64, rows=4) as engine:
+        with rig(shape=HYBRID, depth=depth, kernels=exact_kernels(), dtype=torch.float64, rows=4) as engine:
             on_banks(engine, list(range(2, 9)), 7.0)  # of slots in which nobody is seated
             assert len(run(engine, [stopped])[0].token_ids) == end + 1
             engine.stop()
@@ -128,10 +128,10 @@ def test_windows_are_refused(tmp_path: Path) -> None:
 
 def test_two_ranks_hold_a_half_of_each_state() -> None:
     requests = mixture(3)
-    with rig(shape=HYBRID, depth=0, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(shape=HYBRID, depth=0, kernels=exact_kernels(), dtype=torch.float64) as engine:
         alone = outcome(run(engine, requests))
         full = engine.executor.sizing.shape.layout.bytes_per_slot
-    with tensor_rig(2, shape=HYBRID, depth=2, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with tensor_rig(2, shape=HYBRID, depth=2, kernels=exact_kernels(), dtype=torch.float64) as engine:
         assert outcome(run(engine, requests)) == alone
         assert engine.executor.sizing.shape.layout.bytes_per_slot == full // 2
 

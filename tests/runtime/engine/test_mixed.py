@@ -16,7 +16,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.plant import Op, plant
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, same, unbroken
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.prompt_ranks import Scores, prompts
@@ -31,7 +31,7 @@ from tests.selection import covering
 BUCKETS = (16, 24, 40, 64)
 MIXED = MixedSteps(BUCKETS, ((4, 10_000, 24), (8, 10_000, 40)), long_prompt=30)
 SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, "hybrid": HYBRID}
-EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+EXACT: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
 
 
 @pytest.mark.parametrize(("depth", "model", "buckets"), covering((0, *DEPTHS), [*SHAPES], ((), BUCKETS)))

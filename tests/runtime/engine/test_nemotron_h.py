@@ -23,7 +23,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.conftest import over_model
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, oracle, people, prompt, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -44,7 +44,7 @@ def sharpen(engine: Engine) -> None:
 def test_token_by_token_equals_all_at_once() -> None:
     """Prompt chunks of 8 tokens, of which the window of 4 taps spans two; then decode."""
     one = request(0, prompt(50), max_tokens=30, stops=())
-    with rig(shape=NEMOTRON, max_prefill_tokens=8, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(shape=NEMOTRON, max_prefill_tokens=8, kernels=exact_kernels(), dtype=torch.float64) as engine:
         sharpen(engine)
         answer = run(engine, [one])[0].token_ids
         likely = whole(engine.executor._model, tuple(one.prompt_token_ids) + answer).argmax(1)
@@ -84,7 +84,7 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     end = tokens.index(tokens[7])
 
     def life(depth: int) -> list[Tensor]:
-        with rig(shape=NEMOTRON, depth=depth, kernels=ExactKernels(), dtype=torch.float64, rows=4) as engine:
+        with rig(shape=NEMOTRON, depth=depth, kernels=exact_kernels(), dtype=torch.float64, rows=4) as engine:
             on_banks(engine, list(range(2, 9)), 7.0)  # of slots in which nobody is seated
             assert len(run(engine, [stopped])[0].token_ids) == end + 1
             engine.stop()
@@ -126,10 +126,10 @@ def test_a_slot_is_cleared_for_whom_it_is_given_next(depth: int) -> None:
 def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
     """Four ranks over two groups: each group's B and C twice, and a norm over two ranks' channels."""
     requests = mixture(3, count=8)
-    with rig(shape=NEMOTRON, depth=0, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with rig(shape=NEMOTRON, depth=0, kernels=exact_kernels(), dtype=torch.float64) as engine:
         alone = outcome(run(engine, requests))
         full = engine.executor.sizing.shape.layout.bytes_per_slot
-    with tensor_rig(ranks, shape=NEMOTRON, depth=2, kernels=ExactKernels(), dtype=torch.float64) as engine:
+    with tensor_rig(ranks, shape=NEMOTRON, depth=2, kernels=exact_kernels(), dtype=torch.float64) as engine:
         assert outcome(run(engine, requests)) == alone
         held = engine.executor.sizing.shape.layout.bytes_per_slot
     assert (held == full // 2) if ranks == 2 else (full // 4 < held < full // 2)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.plant import kernels_with
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.tensor_ranks import LateSums, PushedSums, pushed, tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS, MIXTRAL
 
-EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+EXACT: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MLP_BIAS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True, "attention_bias": True}
 
@@ -39,7 +39,7 @@ def test_nothing_comes_between_a_part_that_was_pushed_and_its_all_reduce(
     requests = mixture(5, count=8)
     with rig(depth=0, shape=shape, **EXACT) as engine:
         alone = outcome(run(engine, requests))
-    pushing: dict[str, Any] = EXACT | {"kernels": kernels_with(ExactKernels(), linear_push=pushed)}
+    pushing: dict[str, Any] = EXACT | {"kernels": kernels_with(exact_kernels(), linear_push=pushed)}
     with tensor_rig(2, depth=2, shape=shape, collectives=PushedSums, **pushing) as engine:
         assert outcome(run(engine, requests)) == alone
     assert 0 < PushedSums.pushed < PushedSums.late

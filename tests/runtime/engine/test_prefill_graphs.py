@@ -28,7 +28,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.plant import Op, make_prefill_graphs, plant, plant_replay
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
@@ -41,7 +41,7 @@ from tests.runtime.engine.test_prompt_logprobs import check
 from tests.selection import covering
 
 BUCKETS = (16, 40, 64)
-EXACT: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "mixed": None}
+EXACT: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64, "mixed": None}
 
 
 def replays(engine: Engine) -> dict[int, int]:
@@ -169,7 +169,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     with monkeypatch.context() as patched:
         patched.setattr(module.RepeatedTiles, "plan", planned)
         plant(patched, launched, part="prefill.replay")
-        yield {"kernels": module.tiled_kernels(ExactKernels()), "dtype": torch.float64}
+        yield {"kernels": module.tiled_kernels(exact_kernels()), "dtype": torch.float64}
     assert serving
 
 

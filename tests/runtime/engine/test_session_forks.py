@@ -20,7 +20,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import over_model
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back, live, prompt
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.test_hybrid import on_banks
@@ -73,7 +73,7 @@ def parked(
     first = request(
         PARENT, (*prompt(14, 3), *few), max_tokens=BUDGET, temperature=temperature, stops=(), allowed_token_ids=few
     )
-    how: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "max_sessions": 3, "rows": 3}
+    how: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64, "max_sessions": 3, "rows": 3}
     if windows:
         how |= {"proposer": proposer_for(speculative_config(NGRAM)), "speculation": Speculation(4)}
     alone = live([first], depth=0).finished[PARENT].token_ids

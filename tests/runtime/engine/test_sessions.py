@@ -21,7 +21,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine.conftest import over_models
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import Life, oracle, prompt
 from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -87,7 +87,7 @@ def converse(
         {one.first.request_id: one.first.sampling.logprobs for one in them if one.first.sampling.logprobs is not None}
     )
     by_id = {one.first.request_id: one for one in them}
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "max_sessions": len(them) + 2}
+    exact: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64, "max_sessions": len(them) + 2}
     with over(**(exact | limits)) as engine:
         for one in them:
             engine.start(one.first, one.quantum, keep=True)
@@ -235,7 +235,7 @@ def test_a_fork_goes_on_from_where_its_parent_was_parked(depth: int) -> None:
     first = request(0, prompt(21, 0), temperature=1.0, max_tokens=17, stops=())
     shown: dict[int, list[int]] = {0: [], 7: []}
     notices: list[Parked] = []
-    with rig(depth=depth, kernels=ExactKernels(), dtype=torch.float64, max_sessions=2) as engine:
+    with rig(depth=depth, kernels=exact_kernels(), dtype=torch.float64, max_sessions=2) as engine:
         engine.start(first, 6, keep=True)
         told = 0
         while engine.has_work:

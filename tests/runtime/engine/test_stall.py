@@ -21,7 +21,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import Request
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import oracle, people
 from tests.runtime.engine.rig import rig
 
@@ -78,7 +78,7 @@ def requests() -> list[Request]:
 def clockwork(depth: int) -> Iterator[Clockwork]:
     device = TwinDevice()
     variants = (SamplingVariant.covering(one.sampling for one in requests()),)  # a capture would wait for the device
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64}
+    exact: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
     with rig(depth=depth, device=device, block_size=4, variants=variants, **exact) as engine:
         for one in requests():
             engine.add(one)

@@ -37,7 +37,7 @@ HOW: dict[str, Any] = {
 
 def stop_of_the_second() -> int:
     """A token that it draws late enough that the first has ended."""
-    with rig(depth=0, kernels=exact_kernels(), **HOW) as engine:
+    with rig(depth=0, kernels=exact_kernels(tables=True), **HOW) as engine:
         answers = run(engine, [request(i, prompt, max_tokens=20, stops=()) for i, prompt in enumerate(PROMPTS)])
     tokens = answers[1].token_ids
     return next(token for at, token in enumerate(tokens) if at >= 9 and token not in tokens[:at])
@@ -59,7 +59,7 @@ def test_an_end_of_another_group_leaves_nothing_that_keeps_rank_0_awake(depth: i
             with open_control(topology, identity, folder, LIMITS, groups=2) as plane:
                 experts = ExpertSplit(whole=True, exchange=MetExchange(meeting, index))
                 place: dict[str, Any] = {"control": plane, "groups": plane, "assignment": LoadBalancer(index, 2)}
-                with rig(depth=depth, kernels=exact_kernels(), experts=experts, **HOW, **place) as engine:
+                with rig(depth=depth, kernels=exact_kernels(tables=True), experts=experts, **HOW, **place) as engine:
                     if index:
                         engine.follow()
                         engine.stop = no_stop  # type: ignore[method-assign]  # the rig's: rank 0 has stopped both

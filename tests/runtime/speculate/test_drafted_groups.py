@@ -17,7 +17,7 @@ from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from tests.models.tiny_delta import FAMILIES
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.test_depths import outcome
@@ -56,7 +56,7 @@ def test_every_group_guesses_what_the_oracle_does(kind: str, depth: int, tmp_pat
     rule, made = Speculation(4, most_rows=2), list[Recorder]()
     how: dict[str, Any] = {"speculation": rule, "prefix_caching": False, "max_prefill_tokens": 16, **limits}
     lives = Lives([{0: few, 40: late}, {3: many}], depth=depth, proposer=everyones(made, drafter), **how)
-    with rig(depth=0, kernels=ExactKernels(), dtype=made[0].model.dtype, proposer=drafter, **how) as engine:
+    with rig(depth=0, kernels=exact_kernels(), dtype=made[0].model.dtype, proposer=drafter, **how) as engine:
         found = outcome(run(engine, every))
     assert outcome(lives.finished) == found
     assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)

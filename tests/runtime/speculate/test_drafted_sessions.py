@@ -25,7 +25,7 @@ from runtime.schedule.plan import TRASH_BLOCK, Evicted, Refused
 from runtime.schedule.request import Request
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import request, rig
 from tests.runtime.engine.test_hybrid import on_banks
@@ -291,7 +291,7 @@ def told(drafter: Drafter | None, mutant: Mutant | None = None, *, texts: int = 
         found.append(Watched(drafter(parts)))
         return found[-1]
 
-    how: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "max_sessions": 6, "rows": 3}
+    how: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64, "max_sessions": 6, "rows": 3}
     how |= {"block_size": BLOCK, "blocks": 92, "max_prefill_tokens": 16, "max_model_len": 128}
     if drafter is not None:
         how |= {"widths": (WIDTH,), "proposer": make}
