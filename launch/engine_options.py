@@ -62,7 +62,10 @@ _ENGINE: dict[str, _Option] = {
     "block_size": _Option("tokens in a KV block", "tokens"),
     "num_blocks": _Option("number of KV blocks; omit to size the pool from free memory", "blocks"),
     "memory_fraction": _Option(
-        "share of the device's memory that the engine may use", "fraction", number, alias="--gpu-memory-utilization"
+        "this engine's share of the whole device's memory; at start so much must be free",
+        "fraction",
+        number,
+        alias="--gpu-memory-utilization",
     ),
     "max_prefill_tokens": _Option("token budget of one prefill step", "tokens"),
     "mixed_steps": _Option(

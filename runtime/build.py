@@ -29,6 +29,7 @@ from runtime.chain_depth import DEEPEST, agree_depth_and_horizon
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.cache.pool import give_back
+from runtime.execute.cache.sizing import require_share
 from runtime.execute.device.open_device import open_device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
@@ -117,11 +118,13 @@ def build_engine(
         offset_ns = control.clock_offset_ns
         timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
     observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
-    opened = open_device(device)
     gc.collect()  # nothing but cycles of its own may hold an engine that was closed in this process, and its memory
+    opened = open_device(device)
     opened.release_unused()
     began = time.perf_counter()
     try:
+        if config.num_blocks is None:
+            require_share(opened.memory_info(), config.memory_fraction)
         kernels = select_kernels(
             torch.device(device),
             dtype,

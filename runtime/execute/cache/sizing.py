@@ -90,8 +90,7 @@ class CacheSizing:
     def budget(self) -> int:
         """Bytes the fraction allows, minus what is in use and what steps and slots need; may be negative."""
         share = int(self.memory.total * self.memory_fraction)
-        used = self.memory.total - self.memory.free
-        return share - used - self.activation_peak - self.shape.state_bytes
+        return share - self.memory.used - self.activation_peak - self.shape.state_bytes
 
     @property
     def tokens(self) -> int:
@@ -103,14 +102,13 @@ class CacheSizing:
 
     def lines(self) -> list[str]:
         """The arithmetic, one term a line."""
-        used = self.memory.total - self.memory.free
         share = int(self.memory.total * self.memory_fraction)
         total = (self.num_blocks + 1) * self.shape.block_bytes
         how = "--num-blocks" if self.given else "memory / block, minus the trash block"
         return [
             f"  device memory                  {_size(self.memory.total)}",
             f"  x --memory-fraction {self.memory_fraction:<10.4g} {_size(share)}",
-            f"  - in use now                   {_size(used)}  weights and whatever else is on the device",
+            f"  - in use now                   {_size(self.memory.used)}  this engine: weights, workspaces, libraries",
             *(
                 [f"    of which token histories     {_size(self.history_bytes)}  of all slots, for proposers"]
                 if self.history_bytes
@@ -128,6 +126,18 @@ class CacheSizing:
 
     def __str__(self) -> str:
         return "\n".join(["caches", *self.lines()])
+
+
+def require_share(memory: MemoryInfo, memory_fraction: float) -> None:
+    """CacheMemoryError where the rest of the engine's share of the device is not free, before anything is loaded."""
+    share = int(memory.total * memory_fraction)
+    if share - memory.used > memory.free:
+        there = memory.free + memory.used
+        raise CacheMemoryError(
+            f"--memory-fraction {memory_fraction:g} of the device's {_size(memory.total).strip()} is "
+            f"{_size(share).strip()}, of which {_size(there).strip()} are there; other processes use the rest (see "
+            f"nvidia-smi): type --memory-fraction {there * 100 // memory.total / 100:g} or less, or end them"
+        )
 
 
 def size_cache(
@@ -198,6 +208,8 @@ def _checked(sizing: CacheSizing, num_blocks: int) -> CacheSizing:
             f"type {shorter}, or {remedy}\n{result}"
         )
     physical, free = (num_blocks + 1) * shape.block_bytes, sizing.memory.free - shape.state_bytes
+    if not sizing.given:  # then others have taken memory since the start
+        free -= sizing.activation_peak
     if physical > free:
         raise CacheMemoryError(
             f"--num-blocks {num_blocks} needs {physical:,} bytes of KV, {free:,} are free: type "

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from runtime.execute.device.protocol import DeviceError, Event, MemoryInfo, Stream, Work
 
+# Bytes outside torch's allocator that are taken to be ours: the context, code, communicators. No driver call says whose
+# they are inside a container; an engine alone on a GPU has less, so more belongs to other processes.
+_MOST_OUTSIDE = 2 << 30
+
 
 class CudaEvent:
     """A CUDA event whose ``synchronize`` sleeps (cudaEventBlockingSync) instead of spinning."""
@@ -92,6 +96,7 @@ class CudaDevice:
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self.captures = 0
+        self._before = torch.cuda.memory_allocated(self.torch_device)  # a trainer's in this process, say
         self._compute = CudaStream("compute", self.torch_device)
         self._streams = {"compute": self._compute}
         self._copy = self._stream("copy")
@@ -168,8 +173,9 @@ class CudaDevice:
     def memory_info(self) -> MemoryInfo:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
-        unused = torch.cuda.memory_reserved(self.torch_device) - allocated
-        return MemoryInfo(total=total, free=free + unused, allocated=allocated)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        outside = min(total - free - reserved, _MOST_OUTSIDE)
+        return MemoryInfo(total, free + reserved - allocated, allocated - self._before + outside)
 
     def release_unused(self) -> None:
         self.synchronize()

@@ -33,11 +33,12 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes. ``free`` counts what the allocator holds but nobody uses; ``allocated`` is this process's tensors."""
+    """Bytes. ``free`` counts what the allocator holds unused; ``used`` is what this engine holds: tensors made since
+    its device was opened, and what libraries took. Memory of other engines and processes is in neither."""
 
     total: int
     free: int
-    allocated: int
+    used: int
 
 
 class Event(Protocol):

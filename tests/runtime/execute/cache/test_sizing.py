@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from models.cache_layout import CacheLayout, PagedKV, SlotState
-from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, CacheSizing, size_cache, snapshots_that_fit
+from runtime.execute.cache.sizing import (
+    CacheMemoryError,
+    CacheShape,
+    CacheSizing,
+    require_share,
+    size_cache,
+    snapshots_that_fit,
+)
 from runtime.execute.device.protocol import MemoryInfo
 
 ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
@@ -17,8 +24,10 @@ SHAPE = CacheShape(CacheLayout((ATTENTION,) * 4), block_size=16, slots=8)
 BLOCK = 4 * 2 * 16 * 2 * 64 * 2
 
 
-def memory(total_blocks: int, used_blocks: int) -> MemoryInfo:
-    return MemoryInfo(total=total_blocks * BLOCK, free=(total_blocks - used_blocks) * BLOCK, allocated=0)
+def memory(total_blocks: int, used_blocks: int, others: int = 0) -> MemoryInfo:
+    """``others``: blocks of other processes."""
+    free = total_blocks - used_blocks - others
+    return MemoryInfo(total=total_blocks * BLOCK, free=free * BLOCK, used=used_blocks * BLOCK)
 
 
 def sized(total_blocks: int = 1000, used_blocks: int = 100, peak_blocks: int = 50, **options: int) -> CacheSizing:
@@ -58,6 +67,31 @@ def test_given_blocks_override_the_sum() -> None:
     sizing = sized(num_blocks=20)
     assert sizing.num_blocks == 20
     assert "--num-blocks" in str(sizing)
+
+
+def test_memory_of_other_processes_is_not_this_engines() -> None:
+    """Four engines of a fifth each: the fourth has what the first has."""
+    given: dict[str, int] = {"max_model_len": 160, "reserve_tokens": 3}
+    sizes = [
+        size_cache(memory(1000, 100, 200 * n), 0, SHAPE, memory_fraction=0.2, **given).num_blocks for n in range(4)
+    ]
+    assert sizes == [200 - 100 - 1] * 4
+
+
+def test_a_share_that_is_not_free_is_refused_with_the_numbers() -> None:
+    for others, used in ((100, 0), (98, 2), (0, 100)):
+        require_share(memory(1000, used, others), 0.9)
+    require_share(memory(1000, 950), 0.9)  # sizing says what is missing
+    with pytest.raises(
+        CacheMemoryError, match=r"fraction 0\.9 of .*31\.25 MiB is .*28\.12 MiB, of which 27\.19 .*0\.87 or"
+    ):
+        require_share(memory(1000, 10, 130), 0.9)
+
+
+def test_memory_that_others_took_since_the_start_is_missed() -> None:
+    assert sized(used_blocks=100).num_blocks == 749
+    with pytest.raises(CacheMemoryError, match=r"--num-blocks 749 needs .* are free: type --num-blocks 599 or less"):
+        size_cache(memory(1000, 100, 250), 50 * BLOCK, SHAPE, max_model_len=160, reserve_tokens=3)
 
 
 def test_ranks_agree_on_fewer() -> None:

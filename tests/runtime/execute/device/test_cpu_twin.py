@@ -197,7 +197,7 @@ def test_memory_is_counted(device: TwinDevice) -> None:
     device.zeros(256, 4, dtype=torch.float32)
     after = device.memory_info()
     assert device.allocations() == 1
-    assert before.free - after.free == after.allocated - before.allocated == 4096
+    assert before.free - after.free == after.used - before.used == 4096
 
 
 # ---- failures ----
