@@ -7,6 +7,7 @@ are timed (autotune.py).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,6 +45,8 @@ class MatmulDispatch:
 
     ``choices`` overrules the shipped table. Takes 128 MiB of device memory for workspaces.
     """
+
+    _measured_here = True  # on this model of GPU, where what was measured runs as it is
 
     def __init__(self, device: torch.device, traits: DeviceTraits, choices: ChoiceTable | None = None) -> None:
         self.device = device
@@ -206,9 +209,10 @@ class MatmulDispatch:
         def make() -> str:
             nonlocal measured
             measured = self.tune(seen, folder, quick=True)
-            return self.choices.to_json()
+            return dataclasses.replace(self.choices, gpu=self.traits).to_json()
 
         self.choices = ChoiceTable.from_json(share(make))
+        self._measured_here = self.choices.gpu == self.traits
         self._resolved.clear()
         return measured
 
@@ -253,21 +257,27 @@ class MatmulDispatch:
                 return True
 
     def _lt_fits(self, shape: LinearShape, choice: CublasLt, measured_rows: int | None) -> bool:
-        """An algorithm of another version means nothing; one of other rows fits where the library says so."""
+        """An algorithm of another version means nothing; one of other rows or GPUs fits where the library says so."""
         if self._lt is None or choice.version != self._lt.version:
             return False
-        exact = measured_rows in (None, shape.rows)
+        exact = self._measured_here and measured_rows in (None, shape.rows)
         return exact or self._lt.can_run(shape.rows, shape.outputs, shape.inner, shape.dtype, choice.algorithm)
 
     def _skinny_fits(self, shape: LinearShape, choice: Skinny) -> bool:
         floats = skinny.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
         tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
-        return floats <= self._partial.numel() and (choice.split == 1 or tiles <= skinny.COUNTERS)
+        enough = floats <= self._partial.numel() and (choice.split == 1 or tiles <= skinny.COUNTERS)
+        return enough and self._shares_fit(shape, choice)
+
+    def _shares_fit(self, shape: LinearShape, choice: Skinny | Wide) -> bool:
+        """Whether a program of a kernel that another model of GPU chose has the shared memory for it."""
+        tile = choice.stages * choice.block_k * (choice.block_m + choice.block_o) * shape.dtype.itemsize
+        return self._measured_here or tile <= self.traits.shared_bytes
 
     def _wide_fits(self, shape: LinearShape, choice: Wide) -> bool:
         floats = wide.workspace_floats(shape.outputs, choice.block_m, choice.split)
         enough = floats <= self._partial.numel() and shape.outputs // choice.block_o <= skinny.COUNTERS
-        return self.pdl and shape.rows <= choice.block_m and enough
+        return self.pdl and shape.rows <= choice.block_m and enough and self._shares_fit(shape, choice)
 
     def run(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from models.kernels.matmul import autotune, candidates, choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, LinearShape, Skinny, Wide
-from models.kernels.traits import H200
+from models.kernels.traits import H200, DeviceTraits
 
 pytest.importorskip("triton")
 dispatch = importlib.import_module("models.kernels.matmul.dispatch")
@@ -86,6 +87,24 @@ def test_an_algorithm_is_good_for_one_version_and_rows_that_the_library_accepts(
     made = products(Lt(most=12))
     made.choices.put(DECODE, CublasLt("00" * 64, version))
     assert isinstance(made.choice(LinearShape(rows, 6144, 4096, BF16)), chosen)
+
+
+@pytest.mark.parametrize(("gpu", "runs"), [(H200, True), (replace(H200, name="NVIDIA H100"), False)])
+def test_what_rank_0_chose_is_checked_on_another_model_of_gpu_only(gpu: DeviceTraits, runs: bool) -> None:
+    """cuBLASLt is asked about its own algorithms there; tiles must fit the shared memory."""
+    algorithm, large = CublasLt("00" * 64, Lt.version), replace(SKINNY, block_o=256, stages=8)
+    leader, follower = products(Lt()), products(Lt())
+    leader.traits = gpu
+    leader.choices.put(DECODE, algorithm)
+    for rows, choice in ((32, SKINNY), (64, large)):
+        leader.choices.put(LinearShape(rows, 6144, 4096, BF16), choice)
+    told: list[str] = []
+    leader.tune_seen(None, lambda make: told.append(make()) or told[0])  # type: ignore[func-returns-value]
+    follower.tune_seen(None, lambda make: told[0])
+    assert leader.choice(DECODE) == algorithm, "on the GPU itself it was measured"
+    assert follower.choice(DECODE) == (algorithm if runs else Blas())
+    assert follower.choice(LinearShape(32, 6144, 4096, BF16)) == SKINNY
+    assert follower.choice(LinearShape(64, 6144, 4096, BF16)) == (large if runs else Blas())
 
 
 def test_the_nearest_bucket_whose_kernel_runs_stands_in() -> None:
