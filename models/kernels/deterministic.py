@@ -41,6 +41,7 @@ class DeterministicKernels(Kernels):
     Raises RuntimeError on a device that ``unsupported`` of nvidia.py refuses, and for shapes without such a kernel.
     """
 
+    expert_tile = 16
     name = "deterministic"
 
     def __init__(self, device: torch.device | str) -> None:

@@ -94,6 +94,7 @@ class Kernels(Protocol):
 
     name: str
     slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
+    expert_tile: int = 1  # a rank's features of an expert are padded with zeros to a multiple
     # What a model calls, or what its compositions come down to.
     operations: ClassVar[tuple[str, ...]] = (
         "rms_norm",

@@ -67,6 +67,7 @@ class NvidiaKernels(Kernels):
     """
 
     name = "hopper"
+    expert_tile = 16  # of tensor cores
 
     def __init__(
         self,
@@ -167,8 +168,7 @@ class NvidiaKernels(Kernels):
         all_experts: int,
     ) -> Tensor:
         if not grouped.supports(gate_up_G2IN, down_GNI):
-            share = f"{down_GNI.shape[2]} columns of an expert and {down_GNI.shape[1]} of the model, of which one"
-            self._in_torch["torch_experts"] = f"{share} is no multiple of 16: fewer ranks may share an expert"
+            self._in_torch["torch_experts"] = f"a hidden size of {down_GNI.shape[1]} is no multiple of 16"
             return self._reference.expert_mlp(
                 x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
             )

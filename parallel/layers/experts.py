@@ -70,7 +70,8 @@ class Router(ShardedModule):
 class ExpertWeights(ShardedModule):
     """This rank's experts: ``gate_up`` [G, 2I, N] with gate's rows first, ``down`` [G, N, I].
 
-    Where they have no gate (``gated`` False), ``gate_up`` is up alone, [G, I, N].
+    Where they have no gate (``gated`` False), ``gate_up`` is up alone, [G, I, N]. I is this rank's ``share`` of an
+    expert's features, rounded up to tiles of the kernels; weights beyond the share are zeros.
     ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
     ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
@@ -113,8 +114,13 @@ class ExpertWeights(ShardedModule):
         else:
             self.share = even_share("intermediate features of an expert", intermediate, placement.size)
             self.start = placement.rank * self.share
-        self.gate_up = placement.parameter(len(self.held) + shared, (2 if gated else 1) * self.share, hidden)
-        self.down = placement.parameter(len(self.held) + shared, hidden, self.share)
+        padded = -(-self.share // placement.kernels.expert_tile) * placement.kernels.expert_tile
+        self.gate_up = placement.parameter(len(self.held) + shared, (2 if gated else 1) * padded, hidden)
+        self.down = placement.parameter(len(self.held) + shared, hidden, padded)
+        if padded > self.share:
+            for weight in (self.gate_up, self.down):
+                weight.zero_()
+        self.up = padded if gated else 0  # first row of up in gate_up
         number = {expert: local for local, expert in enumerate(self.held)}
         numbers = [number.get(expert, -1) for expert in range(experts)]
         local = torch.tensor([*numbers, *range(experts, experts + shared)], dtype=torch.int32)
@@ -150,8 +156,8 @@ class ExpertWeights(ShardedModule):
             gate_up, down = (self.gate_up[local], self.down[local]) if local is not None else (None, None)
             if self.gated:
                 found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
-            found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[-self.share :])
-            found[f"{expert}.down.weight"] = self._columns(down)
+            found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[self.up :][: self.share])
+            found[f"{expert}.down.weight"] = self._columns(None if down is None else down[:, : self.share])
         return found
 
     def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
@@ -168,11 +174,11 @@ class ExpertWeights(ShardedModule):
             here, held = slice(expert, expert + 1), slice(local, local + 1)
             for half in range(halves):
                 rows = slice(half * total + self.start, half * total + self.start + share)
-                target = self.gate_up[held, half * share : (half + 1) * share]
+                target = self.gate_up[held, half * self.up : half * self.up + share]
                 gate_up.append(Shard((self.experts, halves * total, hidden), (here, rows, slice(0, hidden)), target))
             columns = slice(self.start, self.start + share)
             ranges = (here, slice(0, hidden), columns)
-            down.append(Shard((self.experts, hidden, total), ranges, self.down[held]))
+            down.append(Shard((self.experts, hidden, total), ranges, self.down[held, :, :share]))
         first = "gate_up_proj" if self.gated else "up_proj"
         return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down)), **self._shared()}
 
@@ -182,8 +188,8 @@ class ExpertWeights(ShardedModule):
         for number in range(self.shared):
             held, first = self.experts + number, number * self.intermediate + self.start
             part, everything = slice(first, first + self.share), slice(0, hidden)
-            up.append(Shard((total, hidden), (part, everything), self.gate_up[held]))
-            down.append(Shard((hidden, total), (everything, part), self.down[held]))
+            up.append(Shard((total, hidden), (part, everything), self.gate_up[held, : self.share]))
+            down.append(Shard((hidden, total), (everything, part), self.down[held, :, : self.share]))
         if not up:
             return {}
         return {"shared.up.weight": ScatteredShard(tuple(up)), "shared.down.weight": ScatteredShard(tuple(down))}

@@ -24,7 +24,10 @@ class Sliceable(Protocol):
 
 
 class LinearKernel(Protocol):
-    """The operations that parallel layers need from a set of kernels."""
+    """The operations that parallel layers need from a set of kernels. ``expert_tile``: an expert's features on a rank
+    come in multiples of it."""
+
+    expert_tile: int
 
     def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""

@@ -21,7 +21,8 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.experts import ExpertSplit, held_experts
 from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
-from tests.plant import Op, plant, reference_kernels
+from tests.models.tiny_nemotron import NEMOTRON
+from tests.plant import Op, kernels_with, plant, reference_kernels
 
 QWEN: dict[str, Any] = {
     **TINY,
@@ -40,6 +41,7 @@ MIXTRAL: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+SHARED = {**TINY, **NEMOTRON, "attention_bias": False}  # without gates, and a shared expert lies beside the others
 ORDER = (5, 0, 7, 2, 1, 6, 3, 4)
 SPLITS = {
     "shares": ExpertSplit(),
@@ -55,13 +57,15 @@ def build(config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int =
         return model_class(read.architecture)(read, context)
 
 
-def load(folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1) -> Decoder:
+def load(
+    folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1, tile: int = 1
+) -> Decoder:
     return load_model(
         ModelConfig.from_dict(config),
         folder,
         load_format="dummy" if folder is None else "safetensors",
         collectives=SingleRank() if size == 1 else RankOf(rank, size),
-        kernels=reference_kernels(),
+        kernels=kernels_with(expert_tile=tile),
         experts=split,
     )
 
@@ -208,6 +212,28 @@ def test_both_layouts_and_dummies_fill_the_same_weights(tmp_path: Path, config: 
             for other_name, other in others:
                 assert other_name == name
                 assert torch.equal(other, parameter), name
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [(QWEN, "one by one"), (QWEN, "fused"), (QWEN, "dummy"), (SHARED, "one by one"), (SHARED, "dummy")],
+)
+def test_shares_that_are_no_whole_tiles_are_padded_with_zeros(
+    tmp_path: Path, config: dict[str, Any], layout: str
+) -> None:
+    """Eight ranks have 232 features each of an expert of Nemotron-3-Nano, where tensor cores want multiples of 16."""
+    tensors = full_tensors(ModelConfig.from_dict(config))
+    write(tmp_path, fused(tensors, config) if layout == "fused" else tensors, config=config)
+    folder = None if layout == "dummy" else tmp_path
+    for rank in range(2):
+        plain, padded = (sparse_mlp(load(folder, config, ExpertSplit(), rank, 2, tile)).experts for tile in (1, 16))
+        share, halves = plain.share, 2 if plain.gated else 1
+        assert (share % 16, padded.down.shape[2] % 16) == (share, 0)
+        gate_up = padded.gate_up.view(len(padded.gate_up), halves, -1, padded.gate_up.shape[2])
+        assert torch.equal(gate_up[:, :, :share].flatten(1, 2), plain.gate_up)
+        assert torch.equal(padded.down[:, :, :share], plain.down)
+        assert not gate_up[:, :, share:].any()
+        assert not padded.down[:, :, share:].any()
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:

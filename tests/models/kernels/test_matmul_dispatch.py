@@ -57,12 +57,12 @@ def slower(matmul: Any) -> dict[str, str]:
 
 
 def test_experts_that_torch_computes_are_told() -> None:
-    """Eight ranks have 232 columns each of an expert of Nemotron-3-Nano; tensor cores want multiples of 16."""
+    """Tensor cores want multiples of 16; a rank's share of an expert's features is padded, the hidden size is not."""
     kernels = nvidia.nvidia_kernels_on_cpu(SimpleNamespace(slower={}))
-    x, up, down = torch.ones(3, 16), torch.ones(2, 48, 16), torch.ones(2, 16, 24)
+    x, up, down = torch.ones(3, 24), torch.ones(2, 32, 24), torch.ones(2, 24, 16)
     made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), all_experts=2)
     assert made.shape == x.shape
-    assert "24 columns of an expert" in kernels.slower_kernels["torch_experts"]
+    assert "a hidden size of 24" in kernels.slower_kernels["torch_experts"]
 
 
 @pytest.mark.parametrize("fails", [OSError("libcublasLt.so.13: no such file"), CublasLtError("cublasLtCreate: 1")])
