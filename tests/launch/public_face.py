@@ -244,7 +244,8 @@ def _bench_files() -> Iterator[tuple[str, set[str]]]:
 
 def _journal() -> Journal:
     request = Served(2, 0.0, 0.0, 0.0, [1.0, 2.0], [1, 1], 2.0, "length")
-    counts = dict.fromkeys(("prefill_steps", "decode_steps", "mixed_steps", "chained_steps", "prefix_hit_tokens"), 0)
+    counts = dict.fromkeys(("prefill_steps", "decode_steps", "mixed_steps", "chained_steps"), 0)
+    counts |= {"prefix_hit_tokens": 0, "prefix_query_tokens": 0}
     samples = (Sample(0.0, 0, counts), Sample(2.0, 2, {name: count + 1 for name, count in counts.items()}))
     return Journal(0.0, 2.0, [request], samples, {}, {"chain_breaks{a reason}": 1})
 

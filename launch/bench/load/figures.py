@@ -92,8 +92,8 @@ def engine_figures(journal: Journal, idle: float | None = None, window: Window |
     """What the engine counted: ours, for vLLM's file has no such keys. Empty of a server behind a socket.
 
     ``chained``: steps planned while an earlier one was in flight, as a share. ``device_idle``: share of the time in
-    which the device ran no step. ``prefix_hit_share``: prompt tokens found in the prefix cache, of all that were asked
-    for. ``late_ms``: how long after it was due, or had a place, a request was handed over. With several groups the
+    which the device ran no step. ``prefix_hit_share``: tokens found in the prefix cache, of those looked up.
+    ``late_ms``: how long after it was due, or had a place, a request was handed over. With several groups the
     counts are those of rank 0's.
     """
     counts = counted(journal, window)
@@ -109,7 +109,7 @@ def engine_figures(journal: Journal, idle: float | None = None, window: Window |
     }
     if window is None:
         figures["chain_breaks"] = chain_breaks(journal)
-        asked = sum(one.prompt_tokens for one in journal.requests)
+        asked = counts["prefix_query_tokens"]
         figures["prefix_hit_share"] = counts["prefix_hit_tokens"] / asked if asked else None
     return figures
 

@@ -49,7 +49,7 @@ def by_hand() -> Journal:
 
 def counts(prefill: int, decode: int, chained: int) -> dict[str, int]:
     steps = {"prefill_steps": prefill, "decode_steps": decode, "chained_steps": chained}
-    return {**steps, "ghost_rows": prefill, "prefix_hit_tokens": 3 * prefill}
+    return {**steps, "ghost_rows": prefill, "prefix_hit_tokens": 3 * prefill, "prefix_query_tokens": 8 * prefill}
 
 
 def test_a_whole_run_has_vllm_s_figures() -> None:
@@ -105,7 +105,7 @@ def test_what_the_engine_counted_is_a_difference() -> None:
     assert (figures["steps"], figures["prefill_steps"], figures["decode_steps"]) == (40, 4, 36)
     assert figures["chained"] == pytest.approx(38 / 40)
     assert figures["chain_breaks"] == {"start": 2}
-    assert figures["prefix_hit_share"] == pytest.approx(12 / 50)
+    assert figures["prefix_hit_share"] == pytest.approx(3 / 8)
     assert (figures["ghost_rows"], figures["device_idle"]) == (4, 0.25)
     inside = engine_figures(journal, None, Window(50.5, 52.0))
     assert (inside["steps"], inside["chained"]) == (10, pytest.approx(1.0)), "from the samples after either end"
