@@ -7,6 +7,7 @@ Does not know: what a role computes (step/), why a plan is what it is (runtime/s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 from models.layers.decoder import Decoder
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
-from runtime.execute.device.protocol import Device
+from runtime.execute.device.protocol import Device, Work
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.proposer import MakeProposer, ProposerParts
@@ -440,8 +441,7 @@ class Executor:
         left = CPU_KV_BYTES - shape.state_bytes
         if self.device.torch_device.type != "cpu":
             memory = self.device.memory_info()
-            used = memory.total - memory.free
-            left = int(memory.total * config.memory_fraction) - used - peak - shape.state_bytes
+            left = int(memory.total * config.memory_fraction) - memory.used - peak - shape.state_bytes
         blocks = config.num_blocks or -(-(limits.max_model_len + limits.tokens_ahead) // limits.block_size)
         return config.agree_min(snapshots_that_fit(left, shape, limits.rows, blocks))
 
@@ -483,9 +483,12 @@ class Executor:
             self._compile_ahead(*self._trials(buckets[0], variant))
             self.device.compute.synchronize()  # a stream may run its work later, and the tables are not there for long
         late_seen = variant.penalties and self.tables.seen is None
+        rows = sorted({buckets[0], buckets[len(buckets) // 2], buckets[-1]})
         try:
-            # Agreed behind each: a rank that failed would leave out exchanges that the others wait in.
-            return all(self._config.agree_min(self._holds(trial)) for trial in self._trials(buckets[-1], variant))
+            if late_seen and not self._config.agree_min(self._peak_of(self.tables.need_seen) < math.inf):
+                return False
+            each_role = zip(*(self._trials(bucket, variant) for bucket in rows), strict=True)
+            return all(self._all_hold(trials, rows) for trials in each_role)
         finally:
             if late_seen:
                 self.tables.drop_seen()
@@ -495,13 +498,32 @@ class Executor:
         """Of every role, the same on all ranks."""
         return [trial for role in self._roles.values() for trial in role.trials(bucket, variant)]
 
-    def _holds(self, trial: Trial) -> bool:
-        """Whether this rank can run it, and a graph of it could hold as much again for itself."""
+    def _all_hold(self, trials: Sequence[Trial], rows: Sequence[int]) -> bool:
+        """Whether every rank can run ``trials``, one over each number of ``rows``, ascending, where graphs hold as much
+        for themselves as a trial takes, beside it or the largest step.
+
+        Agreed after each, by what the last one will take: a rank out of memory inside a trial would leave out exchanges
+        that the others wait in.
+        """
+        before, peak = 0.0, 0.0
+        for index, trial in enumerate(trials):
+            before, peak = peak, self._peak_of(trial)
+            expected = peak
+            if index:
+                grown = max(0.0, peak - before) / (rows[index] - rows[index - 1])
+                expected += grown * (rows[-1] - rows[index])
+            needed = expected + max(expected, self.sizing.activation_peak)
+            if not self._config.agree_min(needed <= self.device.memory_info().free):
+                return False
+        return True
+
+    def _peak_of(self, trial: Work) -> float:
+        """Bytes that it takes on this rank; infinite where there is not so much."""
         try:
-            return self.device.peak_of(trial) <= self.device.memory_info().free
+            return self.device.peak_of(trial)
         except torch.OutOfMemoryError:
             self.device.compute.submit(self._ring.start_over)  # it may have failed behind its append
-            return False
+            return math.inf
 
     def _tune(self) -> None:
         """Choose kernels for what was rehearsed, while there is room for copies of weights."""

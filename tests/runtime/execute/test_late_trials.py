@@ -6,6 +6,7 @@ it. Does not know: which kinds of sampling are offered for what was found (test_
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -88,13 +89,14 @@ class Trials:
         self.held: list[tuple[str, int]] = []
         self.variants: set[SamplingVariant] = set()
         self.compiled: list[tuple[str, int]] = []
-        holds, widest = Executor._holds, Executor._widest_variant
+        peak_of, widest = Executor._peak_of, Executor._widest_variant
         ahead = Executor._compile_ahead
         searching = False
 
-        def held(executor: Executor, trial: Trial) -> bool:
-            found = holds(executor, trial)
-            self.held.append((name_of(trial), cast(SmallTwin, executor.device).peaks[-1]))
+        def held(executor: Executor, trial: Trial) -> float:
+            found = peak_of(executor, trial)
+            if isinstance(trial, partial):  # or they are the tables of tokens seen
+                self.held.append((name_of(trial), cast(SmallTwin, executor.device).peaks[-1]))
             return found
 
         def name_of(trial: Any) -> str:
@@ -118,7 +120,7 @@ class Trials:
                 self.compiled += [(name_of(work), work.args[0]) for work in works]
             ahead(executor, *works)
 
-        monkeypatch.setattr(Executor, "_holds", held)
+        monkeypatch.setattr(Executor, "_peak_of", held)
         monkeypatch.setattr(Executor, "_widest_variant", search)
         monkeypatch.setattr(Executor, "_compile_ahead", noted)
 
@@ -136,12 +138,12 @@ def test_every_role_is_tried_with_its_largest_step(monkeypatch: pytest.MonkeyPat
         assert engine.model_config.widest == EVERY_FEATURE
     names = [name for name, _ in trials.held]
     assert sorted(set(names) - {"proposal"}) == sorted(ROLES + TAILS)
-    assert names.count("proposal") == 3, "of each width"
+    assert names.count("proposal") == 3 * len(BUCKETS), "of each width"
     assert trials.variants == {EVERY_FEATURE, GREEDY}, "n-grams are not drawn"
     for first, others in (("window of 8", ROLES[1:]), ("mixed window of 8 tail", TAILS[1:])):
         for name in others:
             assert trials.most(name) < 0.6 * trials.most(first), "which grows with the tokens of a row"
-    assert sorted(trials.compiled) == sorted((name, BUCKETS[0]) for name in names)
+    assert sorted(trials.compiled * len(BUCKETS)) == sorted((name, BUCKETS[0]) for name in names)
 
 
 def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +151,9 @@ def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch:
     trials = Trials(monkeypatch)
     with rig(device=SmallTwin(), **CHAIN) as engine:
         assert engine.model_config.widest == EVERY_FEATURE
-    most = trials.most("window of 8")
-    for left, everything in ((most, True), (most - 1, False), (trials.most("decode"), False)):
+        step = engine.executor.sizing.activation_peak
+    most, decode = (peak + max(peak, step) for peak in (trials.most("window of 8"), trials.most("decode")))
+    for left, everything in ((most, True), (most - 1, False), (decode, False)):
         with rig(device=SmallTwin(left), **CHAIN) as engine:
             assert (engine.model_config.widest == EVERY_FEATURE) == everything
             refused = engine.model_config.lacks_memory_for(repeating(1, **LATE)[0].sampling)
@@ -165,12 +168,13 @@ def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch:
 @pytest.mark.parametrize("kind", ["window of 2", "mixed window of 8 tail", "proposal", "prefill tail"])
 def test_each_kind_decides_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(monkeypatch)
-    holds = Executor._holds
+    peak_of = Executor._peak_of
 
-    def held(executor: Executor, trial: Trial) -> bool:
-        return holds(executor, trial) and trials.held[-1][0] != kind
+    def held(executor: Executor, trial: Trial) -> float:
+        found = peak_of(executor, trial)
+        return math.inf if trials.held[-1:] and trials.held[-1][0] == kind else found
 
-    monkeypatch.setattr(Executor, "_holds", held)
+    monkeypatch.setattr(Executor, "_peak_of", held)
     with rig(device=SmallTwin(), **CHAIN) as engine:
         assert engine.model_config.widest == GREEDY
 

@@ -6,6 +6,7 @@ Knows: the executor's search, over roles of so many tokens a row that are stand-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from runtime.execute.role import Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.slot_state import SlotTables
 
-BUCKETS = (1, 8)
+BUCKETS = (1, 4, 8)
 A_ROW = 10  # bytes that a token's logits take
 
 
@@ -31,25 +32,31 @@ class Tried:
     """What an executor's search needs of it: a GPU on which variants that cover ``too_much`` run out of memory. Roles
     have ``tokens`` a row; what one of their steps holds grows with them.
 
-    ``others``: what the other ranks find. ``tried``: (tokens, variant) of largest steps that ran. ``compiled``:
-    (tokens, bucket, variant) of those whose kernels were compiled ahead.
+    ``others``: what the other ranks find. ``tried``: (tokens, variant) of largest steps that ran, ``smaller``: of those
+    before. ``compiled``: (tokens, bucket, variant) of those whose kernels were compiled ahead. ``step``: what the
+    largest step takes, ``constant``: what a trial takes whatever its rows.
     """
 
     _has_room_for = Executor._has_room_for
     _widest_variant = Executor._widest_variant
     _trials = Executor._trials
-    _holds = Executor._holds
+    _all_hold = Executor._all_hold
+    _peak_of = Executor._peak_of
 
     def __init__(
         self,
         too_much: SamplingVariant | None = None,
         *,
         warm: SamplingVariant = GREEDY,
-        free: int = 100,
+        free: int = 200,
         others: Callable[[], int] = lambda: 1,
         tokens: tuple[int, ...] = (1,),
+        step: int = 0,
+        constant: int = 0,
     ) -> None:
         self.tried: list[tuple[int, SamplingVariant]] = []
+        self.smaller: list[tuple[int, SamplingVariant]] = []
+        self.sizing, self._constant = SimpleNamespace(activation_peak=step), constant
         self.compiled: list[tuple[int, int, SamplingVariant]] = []
         self.dropped = self.started_over = self._held = 0
         self._compiling = self._small_tables = False
@@ -58,12 +65,14 @@ class Tried:
         )
         self._too_much = too_much
         self._ring = SimpleNamespace(start_over=self._start_over)
-        self.tables = SimpleNamespace(seen=None, drop_seen=self._drop, seen_by_padding=self._seen_by_padding)
+        self.tables = SimpleNamespace(
+            seen=None, drop_seen=self._drop, need_seen=lambda: None, seen_by_padding=self._seen_by_padding
+        )
         self._roles = {str(W): SimpleNamespace(trials=partial(self._trials_of, W)) for W in tokens}
         self.device = SimpleNamespace(
             torch_device=torch.device("cuda"),
             compute=SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None),
-            peak_of=self._peak_of,
+            peak_of=self._measured,
             memory_info=lambda: SimpleNamespace(free=free),
             release_unused=lambda: None,
         )
@@ -95,13 +104,13 @@ class Tried:
             self.compiled.append((tokens, bucket, variant))
             return
         assert not self._small_tables
-        assert bucket == BUCKETS[-1]
-        self._held = bucket * tokens * A_ROW
-        self.tried.append((tokens, variant))
+        self._held = bucket * tokens * A_ROW + self._constant
+        (self.tried if bucket == BUCKETS[-1] else self.smaller).append((tokens, variant))
         if self._too_much is not None and variant.covers(self._too_much):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def _peak_of(self, work: Trial) -> int:
+    def _measured(self, work: Trial) -> int:
+        self._held = 0
         work()
         return self._held
 
@@ -131,7 +140,7 @@ def test_everything_is_offered_where_it_fits() -> None:
 def test_the_widest_that_runs_is_offered(
     too_much: SamplingVariant, offered: SamplingVariant, tokens: tuple[int, ...]
 ) -> None:
-    assert Tried(too_much, tokens=tokens, free=320).widest == offered
+    assert Tried(too_much, tokens=tokens, free=640).widest == offered
 
 
 def test_what_was_warmed_up_is_always_offered() -> None:
@@ -140,23 +149,41 @@ def test_what_was_warmed_up_is_always_offered() -> None:
 
 
 def test_graphs_must_have_room_beside_a_trial_and_on_every_rank() -> None:
-    assert Tried(free=79).widest == GREEDY
-    assert Tried(free=80).widest == EVERY_FEATURE
+    assert Tried(free=159).widest == GREEDY
+    assert Tried(free=160).widest == EVERY_FEATURE
     assert Tried(others=lambda: 0).widest == GREEDY
+    assert Tried(free=80 + 99, step=100).widest == GREEDY, "a prefill step runs beside the graph"
+    assert Tried(free=80 + 100, step=100).widest == EVERY_FEATURE
+    assert Tried(free=159, step=79).widest == GREEDY, "and so does what a capture runs first"
+
+
+@pytest.mark.parametrize("constant", [0, 50])
+def test_the_largest_step_is_tried_only_where_smaller_ones_say_that_it_fits_on_every_rank(constant: int) -> None:
+    """A rank out of memory inside it would leave the others waiting in its exchanges."""
+    most = 2 * (80 + constant)
+    short = Tried(free=most - 1, constant=constant)
+    assert (short.widest, short.tried) == (GREEDY, [])
+    assert short.smaller[:2] == [(1, EVERY_FEATURE)] * 2
+    enough = Tried(free=most, constant=constant)
+    assert (enough.widest, enough.tried) == (EVERY_FEATURE, [(1, EVERY_FEATURE)])
+    answers = iter([1, 1, 0, *[1] * 9])
+    other = Tried(others=lambda: next(answers))
+    assert other.widest == NARROWER_FEATURES[0]
+    assert other.tried == [(1, NARROWER_FEATURES[0])], "another rank has no room for everything"
 
 
 @pytest.mark.parametrize("tokens", [(1, 4), (4, 1), (2, 1, 4)])
 def test_a_window_that_does_not_fit_is_not_offered_because_decode_does(tokens: tuple[int, ...]) -> None:
-    assert Tried(tokens=tokens, free=80).widest == GREEDY
-    assert Tried(tokens=tokens, free=319).widest == GREEDY
-    one = Tried(tokens=tokens, free=320)
+    assert Tried(tokens=tokens, free=160).widest == GREEDY
+    assert Tried(tokens=tokens, free=639).widest == GREEDY
+    one = Tried(tokens=tokens, free=640)
     assert one.widest == EVERY_FEATURE
     assert one.tried == [(W, EVERY_FEATURE) for W in tokens], "each role's largest step"
 
 
 def test_every_rank_leaves_the_trials_behind_the_same_one() -> None:
     """This one would have gone on to the second role, whose exchanges another one that failed is not in."""
-    answers = iter([1, 0, 1, 1, 1])
+    answers = iter([1] * (1 + 3) + [1, 1, 0] + [1] * 9)  # tables, then three sizes of each role
     one = Tried(others=lambda: next(answers), tokens=(2, 4, 1), free=1000)
     assert one.widest == NARROWER_FEATURES[0]
     second = NARROWER_FEATURES[0]
@@ -164,7 +191,7 @@ def test_every_rank_leaves_the_trials_behind_the_same_one() -> None:
 
 
 def test_kernels_of_every_role_are_compiled_ahead_over_the_fewest_rows() -> None:
-    one = Tried(SamplingVariant(penalties=True), tokens=(4, 1), free=320)
+    one = Tried(SamplingVariant(penalties=True), tokens=(4, 1), free=640)
     assert one.widest == NARROWER_FEATURES[0]
     variants = EVERY_FEATURE, NARROWER_FEATURES[0]
     assert one.compiled == [(W, BUCKETS[0], variant) for variant in variants for W in (4, 1)]
@@ -181,7 +208,7 @@ def test_a_trial_that_failed_behind_its_append_leaves_no_result() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         one._ring = cast(Any, ring)
-        assert not cast(Any, one)._holds(append)
+        assert cast(Any, one)._peak_of(append) == math.inf
         assert ring.appended_1.item() == 0
         assert ring.latest is None
         assert set(ring.buffer_EX[:, 0].tolist()) == {NO_APPEND}
