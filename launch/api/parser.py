@@ -39,6 +39,7 @@ from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
+from runtime.frontend.prompt_text import prompt_ids
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import (
     RequestError,
@@ -209,15 +210,9 @@ class RequestParser:
         elif self._tokenizer is None:
             raise RequestError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
         else:
-            ids = self._tokens_of(self._tokenizer, prompt, add_special_tokens)
+            most = self._model.max_model_len
+            ids = tuple(prompt_ids(self._tokenizer, prompt, most, add_special_tokens=add_special_tokens))
         return checked_prompt(ids, self._model.vocab_size, self._model.max_model_len)
-
-    @staticmethod
-    def _tokens_of(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool) -> tuple[int, ...]:
-        try:
-            return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        except Exception as error:  # the library raises plain Exception
-            raise RequestError(f"the prompt cannot be tokenised: {error}") from error
 
     def _sampling(
         self,

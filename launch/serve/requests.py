@@ -21,6 +21,7 @@ from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.settings import ServerSettings
 from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
+from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, prompt_ids
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
 from runtime.frontend.tokenizer import Tokenizer
@@ -30,12 +31,13 @@ from runtime.frontend.validation import (
     checked_priority,
     checked_prompt,
     checked_sampling,
-    checked_text,
     stop_ids_of,
 )
 from runtime.schedule.request import SamplingParams
 
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts x n
+_CUT_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
+_CUT_CHARACTERS = 1 << 20
 _RANDOM = random.SystemRandom()
 
 
@@ -125,11 +127,10 @@ class RequestBuilder:
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         if len(body.messages) >= self._ready.max_model_len and body.truncate_prompt_tokens is None:
-            raise self._too_long(f"at least {len(body.messages)}, one a message", "messages")
+            raise self._too_long(f"at least {len(body.messages)} tokens, one a message", "messages")
         text = self._rendered(body.messages, tools, variables, body.documents)
-        if body.truncate_prompt_tokens is None:
-            self._refuse_too_long(text, "messages")
-        ids = self._encoded(text, "messages", bool(body.add_special_tokens))  # the template wrote them
+        cut = body.truncate_prompt_tokens is not None
+        ids = self._encoded(text, "messages", bool(body.add_special_tokens), cut=cut)  # the template wrote them
         ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
@@ -150,8 +151,9 @@ class RequestBuilder:
             variables = dict(body.chat_template_kwargs or {})
             answers = body.add_generation_prompt is not False
             text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
-            return self._encoded(text, "messages", bool(body.add_special_tokens), may_be_empty=True)
-        return self._encoded(body.prompt or "", "prompt", body.add_special_tokens is not False, may_be_empty=True)
+            return self._encoded(text, "messages", bool(body.add_special_tokens), may_be_empty=True, cut=True)
+        adds = body.add_special_tokens is not False
+        return self._encoded(body.prompt or "", "prompt", adds, may_be_empty=True, cut=True)
 
     def model_name(self, asked: str | None) -> str:
         """The name that the answer carries. Raises ApiError 404 for one that is not served."""
@@ -195,9 +197,8 @@ class RequestBuilder:
             if isinstance(one, int):
                 raise bad_request("the prompt mixes token ids with texts or lists", "prompt")
             if isinstance(one, str):
-                if body.truncate_prompt_tokens is None:
-                    self._refuse_too_long(one, "prompt")
-                ids = self._encoded(one, "prompt", body.add_special_tokens is not False)
+                cut = body.truncate_prompt_tokens is not None
+                ids = self._encoded(one, "prompt", body.add_special_tokens is not False, cut=cut)
             else:
                 ids = tuple(one)
             fitting = self._fitting(ids, body.truncate_prompt_tokens, "prompt")
@@ -206,33 +207,27 @@ class RequestBuilder:
         return tuple(prompts)
 
     def _encoded(
-        self, text: str, param: str, add_special_tokens: bool, *, may_be_empty: bool = False
+        self, text: str, param: str, add_special_tokens: bool, *, may_be_empty: bool = False, cut: bool = False
     ) -> tuple[int, ...]:
-        """``param``: what the text was made from."""
+        """``param``: what the text was made from. ``cut``: it may have more tokens than fit."""
         if self._tokenizer is None:
             raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", param)
+        if not text and not may_be_empty:
+            raise bad_request("the prompt is empty: give at least one character", param)
+        most = self._ready.max_model_len
+        limits = (max(4 * most, _CUT_TOKENS), max(WIDEST_TOKEN * most, _CUT_CHARACTERS)) if cut else (most,)
         try:
-            if not checked_text("the prompt", text) and not may_be_empty:
-                raise bad_request("the prompt is empty: give at least one character", param)
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return tuple(prompt_ids(self._tokenizer, text, *limits, add_special_tokens=add_special_tokens))
+        except PromptTooLong as error:
+            if cut:
+                raise bad_request(f"the text has {error.length}, more than are tokenised: send less", param) from None
+            raise self._too_long(error.length, param) from None
         except RequestError as error:
             raise bad_request(str(error), param) from None
-        except ApiError:
-            raise
-        except Exception as error:  # the library raises plain Exception
-            raise bad_request(f"the prompt cannot be tokenised: {error}", param) from error
 
-    def _refuse_too_long(self, text: str, param: str) -> None:
-        """Raises ApiError for a text of more characters than as many tokens as fit can have: tokenising takes a hundred
-        times its memory, and seconds."""
-        if self._tokenizer is not None and self._tokenizer.longest is not None:
-            least = len(text) // self._tokenizer.longest
-            if least >= self._ready.max_model_len:
-                raise self._too_long(f"at least {least}", param)
-
-    def _too_long(self, tokens: str, param: str) -> ApiError:
+    def _too_long(self, length: str, param: str) -> ApiError:
         return bad_request(
-            f"this model's maximum context length is {self._ready.max_model_len} tokens, but the prompt has {tokens}, "
+            f"this model's maximum context length is {self._ready.max_model_len} tokens, but the prompt has {length}, "
             "which leaves no room for an answer: shorten it",
             param,
             "context_length_exceeded",
@@ -248,7 +243,7 @@ class RequestBuilder:
                 )
             ids = ids[-(most - 1 if truncate == -1 else truncate) :]
         if len(ids) >= most:
-            raise self._too_long(str(len(ids)), param)
+            raise self._too_long(f"{len(ids)} tokens", param)
         try:
             return checked_prompt(ids, self._ready.vocab_size, most)
         except RequestError as error:

@@ -20,15 +20,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind, pack_count, pack_done, pack_ids, pack_json, pack_logprobs
 from runtime.daemon.probe import Probe
 from runtime.daemon.session import Connection, Phase, SlotSession
-from runtime.daemon.verbs import BadLine, Command, Prompt, parse
+from runtime.daemon.verbs import BadLine, Command, parse
 from runtime.frontend.logprobs import row_logprobs
 from runtime.frontend.output_processor import drawn_seed
+from runtime.frontend.prompt_text import prompt_ids
 from runtime.frontend.tokenizer import TextStream, Tokenizer
 from runtime.frontend.validation import RequestError, stop_ids_of
 from runtime.schedule.plan import Evicted, Finished, Parked, Refused, StepOutput
@@ -37,6 +38,14 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _MOST_SAID = 4096  # characters of why a line is not carried out
 _NOT_SAMPLING = ("keep", "text", "priority", "stop_ids")
+
+
+class Read(NamedTuple):
+    """A line that was read: the id before its verb, or 0; its command, with a prompt of ids, or why there is none."""
+
+    request: int
+    command: Command | None
+    refused: str = ""
 
 
 class Desk:
@@ -106,17 +115,34 @@ class Desk:
 
     def line(self, connection: Connection, text: str) -> None:
         """Carry out one line, and answer it. Whatever it holds, it does not raise."""
-        connection.lines += 1
+        self.carry_out(connection, self.read(text))
+
+    def read(self, text: str) -> Read:
+        """What one line says. Takes as long as its prompt is long; may be called in any thread."""
         request = 0
         try:
-            command = parse(text)
+            command = parse(text, self._model.max_model_len)
             request = command.request or 0
+            if isinstance(command.prompt, str):
+                command = replace(command, prompt=self._token_ids(command.prompt))
+        except (BadLine, RequestError) as error:
+            return Read(request, None, str(error))
+        return Read(request, command)
+
+    def carry_out(self, connection: Connection, line: Read) -> None:
+        """And answer it."""
+        connection.lines += 1
+        command = line.command
+        if command is None:
+            self.refuse(connection, line.refused, line.request)
+            return
+        try:
             answer = self._verbs[command.verb](connection, command)
         except (BadLine, RequestError) as error:
-            self.refuse(connection, str(error), request)
+            self.refuse(connection, str(error), line.request)
             return
         if answer is not None:
-            connection.send(Kind.ACK, None, pack_json({"verb": command.verb, **answer}), request)
+            connection.send(Kind.ACK, None, pack_json({"verb": command.verb, **answer}), line.request)
             if command.verb not in ("START", "CONTINUE", "EXTEND", "SCHED_STEP", "SCHED_BATCH_STEP") or answer.get(
                 "idle"
             ):
@@ -139,7 +165,7 @@ class Desk:
     def _start(self, connection: Connection, command: Command) -> dict[str, Any]:
         request = self._new_id(connection, command.request)
         place = self._new_place(command.place)
-        token_ids = self._token_ids(command.prompt)
+        token_ids = _ids_of(command)
         options = command.options
         seed = options.get("seed")
         given = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
@@ -213,7 +239,7 @@ class Desk:
         session = self._named(connection, command)
         if session.phase is Phase.RUNNING or session.drained:
             raise BadLine("it is running: only a session whose quantum is over can be extended")
-        token_ids = self._token_ids(command.prompt)
+        token_ids = _ids_of(command)
         room = self._model.max_model_len - session.length - len(token_ids)
         if not token_ids or room < 1:
             most = self._model.max_model_len
@@ -693,12 +719,12 @@ class Desk:
             return next(iter(connection.sessions.values()))
         return self._session(connection, command.request)
 
-    def _token_ids(self, prompt: Prompt | None) -> tuple[int, ...]:
-        if isinstance(prompt, tuple):
-            return prompt
-        if prompt is None or self._tokenizer is None:
+    def _token_ids(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
             raise BadLine("the prompt is a text, but the model folder has no tokenizer: give [token, ids]")
-        try:
-            return tuple(self._tokenizer.encode(prompt))
-        except Exception as error:  # the library raises plain Exception
-            raise BadLine(f"the prompt cannot be tokenised: {error}") from error
+        return tuple(prompt_ids(self._tokenizer, text, self._model.max_model_len))
+
+
+def _ids_of(command: Command) -> tuple[int, ...]:
+    assert isinstance(command.prompt, tuple), "Desk.read makes ids of a text"
+    return command.prompt

@@ -4,7 +4,8 @@ Knows: descriptors, who may connect, how much a client may leave unread, how the
 sessions (desk.py), how an engine works.
 
 Nothing here waits for a client: what one does not read is kept for it, up to a limit, and its lines are not read while
-it is behind. A client that is gone takes its sessions with it.
+it is behind. A client that is gone takes its sessions with it. Long lines are parsed and tokenised in threads, those of
+a client in order, so that turns of all ranks continue meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final, Protocol
 
-from runtime.daemon.desk import Desk
+from runtime.daemon.desk import Desk, Read
 from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind
 from runtime.daemon.session import Connection, Phase
@@ -27,6 +31,8 @@ from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import SamplingParams
 
 MAX_LINE: Final = 1 << 24  # bytes
+_LONG_LINE: Final = 1 << 14  # bytes from which a line is read in a thread
+_READERS: Final = 2  # such threads
 _READ_BYTES: Final = 1 << 16
 _IDLE_SECONDS: Final = 0.25  # longest wait for a line before the engine is asked again
 _FLUSH_SECONDS: Final = 2.0  # for the last frames
@@ -54,6 +60,8 @@ class Endpoint:
         self.connection = connection
         self.reads, self.writes = reads, writes
         self.ended = False  # no line comes any more
+        self.waiting: deque[bytes] = deque()  # lines behind the one that is read in a thread
+        self.reading: Future[Read] | None = None
         self._owned = owned
         self._held = bytearray()
         os.set_blocking(reads, False)
@@ -61,7 +69,7 @@ class Endpoint:
 
     def lines(self) -> list[bytes]:
         """The lines that have come. Sets ``lost`` where the client is gone or says too much at once."""
-        if self.ended or self.connection.behind or self.connection.lost is not None:
+        if not self.takes_lines or self.connection.lost is not None:
             return []
         try:
             data = os.read(self.reads, _READ_BYTES)
@@ -74,11 +82,16 @@ class Endpoint:
             self.ended = True
             rest, self._held = bytes(self._held), bytearray()
             return [rest] if rest else []
-        self._held += data
-        *lines, self._held = self._held.split(b"\n")
+        whole, end, rest = data.rpartition(b"\n")
+        lines = bytes(self._held + whole).split(b"\n") if end else []
+        self._held = bytearray(rest) if end else self._held + rest
         if len(self._held) > MAX_LINE:
             self.connection.lost = f"a line of more than {MAX_LINE} bytes"
-        return [bytes(line) for line in lines]
+        return lines
+
+    @property
+    def takes_lines(self) -> bool:
+        return not (self.ended or self.reading or self.connection.behind)
 
     def flush(self) -> None:
         """Write what the client takes now."""
@@ -96,7 +109,8 @@ class Endpoint:
         """Whether it has said its last line, and all that this brings about is told."""
         connection = self.connection
         running = any(session.phase is Phase.RUNNING or session.drained for session in connection.sessions.values())
-        over = connection.quits or (self.ended and not (running or connection.probing or connection.draining))
+        busy = running or self.reading or connection.probing or connection.draining
+        over = connection.quits or (self.ended and not busy)
         return over and not connection.unread
 
     def close(self) -> None:
@@ -128,6 +142,8 @@ class SlotServer:
         self._unread_bytes = unread_bytes
         self._endpoints: list[Endpoint] = []
         self._stopping = False
+        self._readers = ThreadPoolExecutor(_READERS, "daemon line")
+        self._was_read = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if listener is not None:
             listener.setblocking(False)
         if only is not None:
@@ -157,6 +173,9 @@ class SlotServer:
             if not verdict_follows:
                 self.end(f"the engine failed: {type(error).__name__}: {error}")
             raise
+        finally:
+            self._readers.shutdown(cancel_futures=True)
+            os.close(self._was_read)
 
     def end(self, why: str) -> None:
         """Tell every client, and give it a moment to read. Does not raise; may be called by another thread."""
@@ -196,26 +215,35 @@ class SlotServer:
                 self._take_lines()
 
     def _take_lines(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._was_read)
         self._accept()
         for endpoint in list(self._endpoints):
             connection = endpoint.connection
             if connection.unread:
                 endpoint.flush()
-            for line in endpoint.lines():
-                self._line(connection, line)
+            endpoint.waiting.extend(endpoint.lines())
+            if endpoint.reading is not None and endpoint.reading.done():
+                self.desk.carry_out(connection, endpoint.reading.result())
+                endpoint.reading = None
+            while endpoint.waiting and endpoint.reading is None:
+                self._line(endpoint, endpoint.waiting.popleft())
             if endpoint.ended and connection.lost is None and self._hung_up(endpoint):
                 connection.lost = "it ended"
             if connection.lost is not None or endpoint.done:
                 self._remove(endpoint)
 
-    def _line(self, connection: Connection, line: bytes) -> None:
+    def _line(self, endpoint: Endpoint, line: bytes) -> None:
         try:
             text = line.rstrip(b"\r").decode()
         except UnicodeDecodeError as error:
-            self.desk.refuse(connection, f"the line is no UTF-8: {error}")
+            self.desk.refuse(endpoint.connection, f"the line is no UTF-8: {error}")
             return
-        if text.strip():
-            self.desk.line(connection, text)
+        if len(line) >= _LONG_LINE:
+            endpoint.reading = self._readers.submit(self.desk.read, text)
+            endpoint.reading.add_done_callback(lambda _: os.eventfd_write(self._was_read, 1))
+        elif text.strip():
+            self.desk.line(endpoint.connection, text)
 
     def _accept(self) -> None:
         while self._listener is not None:
@@ -252,10 +280,11 @@ class SlotServer:
 
     def _something_came(self, timeout: float) -> bool:
         poll = select.poll()  # select() refuses descriptors from 1024 on
+        poll.register(self._was_read, select.POLLIN)
         if self._listener is not None:
             poll.register(self._listener, select.POLLIN)
         for endpoint in self._endpoints:
-            if not endpoint.ended and not endpoint.connection.behind:
+            if endpoint.takes_lines:
                 poll.register(endpoint.reads, select.POLLIN)
             if endpoint.connection.unread and endpoint.writes != endpoint.reads:
                 poll.register(endpoint.writes, select.POLLOUT)

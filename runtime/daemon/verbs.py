@@ -21,7 +21,9 @@ from runtime.number_text import integer_from, is_whole_number, number_from
 
 MAX_ID: Final = (1 << 30) - 1
 MAX_NUMBER: Final = (1 << 31) - 1
-MAX_PROMPT_BYTES: Final = 1 << 26  # of a prompt file
+MOST_TOKENS: Final = 1 << 24  # of a prompt
+_LONGEST_OPTIONS: Final = 1 << 18  # characters
+_ID_BYTES: Final = 4
 
 Prompt = str | tuple[int, ...]
 
@@ -59,10 +61,11 @@ class Verb:
 
 
 class _Words:
-    """What is left of a line."""
+    """What is left of a line, in which a prompt may have ``most`` tokens."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, most: int) -> None:
         self.text = text.strip()
+        self._most = most
 
     def word(self) -> str:
         first, _, self.text = self.text.partition(" ")
@@ -73,6 +76,8 @@ class _Words:
         """The next word, or all of a text or list in JSON, with its blanks."""
         if self.text[:1] not in ('"', "["):
             return self.word()
+        if len(self.text) > _LONGEST_OPTIONS:
+            raise BadLine(f"the options have {len(self.text)} characters, but at most {_LONGEST_OPTIONS} are read")
         try:
             end = json.JSONDecoder().raw_decode(self.text)[1]
         except (ValueError, RecursionError) as error:
@@ -92,6 +97,8 @@ class _Words:
     def prompt(self) -> Prompt:
         if not self.text:
             raise BadLine('there is no prompt: a "text", [token, ids], or a file of int32 ids')
+        if self.text[0] == "[" and (ids := self.text.count(",")) > self._most + _LONGEST_OPTIONS:
+            raise BadLine(f"the prompt has some {ids} tokens, but at most {self._most} are possible: shorten it")
         if self.text[0] in '"[':
             try:
                 found, end = json.JSONDecoder().raw_decode(self.text)
@@ -99,7 +106,7 @@ class _Words:
                 raise BadLine(f"the prompt is no JSON: {error}") from error
             self.text = self.text[end:].strip()
             return self._checked(found)
-        return _read_ids(Path(self.word()))
+        return _read_ids(Path(self.word()), self._most)
 
     @staticmethod
     def _checked(found: object) -> Prompt:
@@ -114,19 +121,19 @@ class _Words:
             raise BadLine(f"{self.text[:40]!r} is too much")
 
 
-def _read_ids(path: Path) -> tuple[int, ...]:
+def _read_ids(path: Path, most: int) -> tuple[int, ...]:
     """Of a regular file: opening or reading another may wait for whoever writes it."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise BadLine(f"{path} is no regular file: name one of int32 ids")
-            packed_ids = file.read(MAX_PROMPT_BYTES + 1)
+            packed_ids = file.read(_ID_BYTES * most + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise BadLine(f"the prompt file {str(path)[:200]!r} cannot be read: {why}") from error
-    if not packed_ids or len(packed_ids) % 4 or len(packed_ids) > MAX_PROMPT_BYTES:
-        raise BadLine(f"{path} has {len(packed_ids)} bytes, but must hold int32 token ids, {MAX_PROMPT_BYTES} at most")
-    return struct.unpack(f"<{len(packed_ids) // 4}i", packed_ids)
+    if not packed_ids or len(packed_ids) % _ID_BYTES:
+        raise BadLine(f"{path} has {len(packed_ids)} bytes or more, but must hold int32 token ids, {most} at most")
+    return struct.unpack(f"<{len(packed_ids) // _ID_BYTES}i", packed_ids)
 
 
 # ---- options of START ----
@@ -338,9 +345,9 @@ ALIASES_OF_BATCHES: Final = {
 }
 
 
-def parse(line: str) -> Command:
-    """Raises BadLine."""
-    words = _Words(line)
+def parse(line: str, most: int = MOST_TOKENS) -> Command:
+    """``most``: tokens that a prompt may have. Raises BadLine."""
+    words = _Words(line, most)
     prefixes: dict[str, int] = {}
     while True:
         verb = _with_number(words)

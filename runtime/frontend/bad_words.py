@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.frontend.prompt_text import PIECE, prompt_ids
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import RequestError, checked_text
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -38,7 +39,7 @@ def _token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple
         if len(text) > 64 * MAX_BAD_WORD_TOKENS:  # nobody's token is that long, and texts are tokenised whole
             raise RequestError(f"bad_words has a word of {len(text)} letters, which is more than can be kept apart")
         for form in (text, " " + text):
-            ids = tuple(tokenizer.encode(form, add_special_tokens=False))
+            ids = tuple(prompt_ids(tokenizer, form, PIECE, add_special_tokens=False))
             if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise RequestError(
                     f"bad_words has {form[:40]!r}, which is {len(ids)} tokens, but may be 1 to {MAX_BAD_WORD_TOKENS}"

@@ -28,6 +28,7 @@ from typing import NamedTuple, Self
 from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.output_processor import OutputProcessor, drawn_seed
 from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.prompt_text import prompt_ids
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import (
     CheckedRequest,
@@ -150,10 +151,7 @@ class EngineClient:
             raise RequestError("the prompt is a text, but there is no tokenizer (tokenizer.json): give token ids")
         if not checked_text("the prompt", text):
             raise RequestError("the prompt is empty: give at least one character")
-        try:
-            return self.tokenizer.encode(text)
-        except Exception as error:  # the library raises plain Exception
-            raise RequestError(f"the prompt cannot be tokenised: {error}") from error
+        return prompt_ids(self.tokenizer, text, self._model.max_model_len)
 
     def submit(self, request: PromptRequest | PreparedPrompt) -> Hashable:
         """Take a request; returns its key. It waits here, by priority, until the engine has room for it.

@@ -24,6 +24,10 @@ _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has mor
 _LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 
 
+class TokenizingFailed(ValueError):
+    """The library failed on a text."""
+
+
 class Tokenizer:
     """tokenizer.json of a model folder: text to ids and back."""
 
@@ -78,10 +82,19 @@ class Tokenizer:
         Other threads go on while a long text is tokenised: of the library's calls only that for several texts lets go
         of the interpreter.
         """
-        if len(text) <= _LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        return self._encoding(text, add_special_tokens).ids
+
+    def count(self, text: str) -> int:
+        """Tokens of ``text``, without special ones around it."""
+        return len(self._encoding(text, False))
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            if len(text) <= _LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        except BaseException as error:
+            raise _without_panic(error) from None
 
     def decode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> str:
         """Text of ``token_ids`` without special tokens, as it reads after ``context`` (the end of the prompt)."""
@@ -300,6 +313,11 @@ class TextStream:
         text += self._matcher.flush()
         self._pieces.append(text)
         return text
+
+
+def _without_panic(error: BaseException) -> BaseException:
+    """``error``, or what is raised in place of a panic of the library: that is no Exception, and ends processes."""
+    return TokenizingFailed(str(error)) if type(error).__name__ == "PanicException" else error
 
 
 def _bytes_of_characters() -> dict[str, int]:

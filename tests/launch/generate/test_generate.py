@@ -54,6 +54,18 @@ def test_every_line_gets_the_serial_engine_s_answer(tmp_path: Path, seed: int, l
     assert engine.most_live <= 2 * 8
 
 
+def test_a_panic_of_the_tokenizer_library_is_an_error_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no Exception, and ended the run after the rows before it."""
+    broken = small_tokenizers.panicking_backend()
+    monkeypatch.setattr(small_tokenizers, "byte_level_backend", lambda: broken)
+    write_input(tmp_path, [b'{"prompt_token_ids": [5]}', b'{"prompt": "abc"}', b'{"prompt_token_ids": [6]}'])
+    code, output = generate(tmp_path)
+    rows = {row["id"]: row for row in rows_of(output)}
+    assert (code, len(rows)) == (1, 3)
+    assert "the prompt cannot be tokenised" in rows["line-2"]["error"]["message"]
+    assert not [row for name, row in rows.items() if name != "line-2" and "error" in row]
+
+
 def test_rows_of_the_three_forms(tmp_path: Path) -> None:
     write_input(tmp_path, good_lines(3))
     code, output = generate(tmp_path, "--seed", "9")

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from launch.serve import bodies, chunks
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
@@ -586,6 +587,45 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
                 assert cut.status == 200, "its end is asked for"
 
     run(body)
+
+
+def test_a_text_that_need_not_fit_is_bounded_too() -> None:
+    """Tokenising takes a hundred times a text's memory, and a second for each 500,000 characters."""
+
+    async def body(client: Client) -> None:
+        words = "a" * (1 << 20)
+        for path, fields in (
+            ("/tokenize", {"prompt": words + "b"}),
+            ("/tokenize", {"messages": [{"role": "user", "content": words}]}),
+            ("/v1/completions", {"prompt": words + "b", "truncate_prompt_tokens": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}], "truncate_prompt_tokens": 2}),
+        ):
+            with mock.patch.object(client.app._tokenizer, "_encoding", None):
+                reply = await client.post(path, fields)
+            assert (reply.status, reply.error["param"]) == (400, "messages" if "messages" in fields else "prompt")
+            assert re.search(r"the text has 10485\d\d characters, more than are tokenised", reply.error["message"])
+
+    run(body)
+
+
+def test_a_panic_of_the_tokenizer_library_is_a_400() -> None:
+    async def body(client: Client) -> None:
+        for path, fields in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/completions", {"prompt": "abc" * 20_000}),
+            ("/v1/completions", {"prompt": PROMPT, "bad_words": ["abc"]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+            ("/tokenize", {"prompt": "abc"}),
+        ):
+            reply = await client.post(path, fields)
+            assert (reply.status, "cannot be tokenised" in reply.error["message"]) == (400, True)
+        assert (await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})).status == 200
+
+    run(
+        body,
+        tokenizer=Tokenizer(small_tokenizers.panicking_backend()),
+        fake=ServedFake(model=FakeModel(max_model_len=200_000)),
+    )
 
 
 def test_a_client_that_offers_http_2_is_served_in_http_1() -> None:

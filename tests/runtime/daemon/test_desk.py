@@ -6,15 +6,18 @@ import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import END_OF_COMMAND, Kind, unpack_ids
 from runtime.daemon.session import Connection
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.daemon.scripted import ScriptedEngine
+from tests.runtime.frontend import small_tokenizers
 from tests.runtime.schedule.fake_device import complete_alone
 
 PROMPT = "[1,2,3,4,5]"
@@ -454,6 +457,30 @@ def test_forks_of_a_probe_take_the_places_that_are_left(policy: Any) -> None:
     assert not [frame for frame in (*client.frames, *other.frames) if frame.kind in (Kind.ERROR, Kind.CLOSED)][2:]
     assert not client.of(1, Kind.CLOSED)
     assert not client.of(2, Kind.CLOSED)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_by_its_length(tmp_path: Path) -> None:
+    """Before its JSON is decoded, its text tokenised, or its file read."""
+    client = Listener(ScriptedEngine(max_model_len=64))
+    client.desk._tokenizer = small_tokenizers.byte_level()
+    with mock.patch.object(client.desk._tokenizer, "_encoding", None), mock.patch("json.JSONDecoder.raw_decode", None):
+        ids = f"[{'1,' * 300_000}1]"
+        assert client.refused(f"REQ 1 START {ids} 4 4").startswith("the prompt has some 300000 tokens")
+    with mock.patch.object(client.desk._tokenizer, "_encoding", None):
+        said = client.refused(f'REQ 1 START "{"a" * 100_000}" 4 4')
+    assert said.startswith("the prompt has at least ")
+    said = client.refused(f"REQ 1 START [1] 4 4 stop=[{'0,' * 200_000}1]")
+    assert said.startswith("the options have 400003 characters")
+    with open(tmp_path / "ids", "wb") as file:
+        file.truncate(1 << 40)  # of which nothing is stored
+    assert "has 257 bytes or more" in client.refused(f"REQ 1 START {tmp_path / 'ids'} 4 4")
+
+
+def test_a_panic_of_the_tokenizer_library_is_an_error_frame() -> None:
+    client = Listener(ScriptedEngine())
+    client.desk._tokenizer = Tokenizer(small_tokenizers.panicking_backend())
+    assert client.refused('REQ 1 START "abc" 4 4').startswith("the prompt cannot be tokenised")
+    client.ask(f"REQ 1 START {PROMPT} 4 4")
 
 
 @pytest.mark.parametrize(("character", "count"), [("\x01", 4_300_000), ("a", (1 << 24) - 20)])

@@ -17,6 +17,7 @@ import pytest
 
 from runtime.client_socket import listen
 from runtime.daemon.client import AsyncSlotClient, AsyncSlotSession, SlotClient, SlotError
+from runtime.daemon.desk import Desk, Read
 from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
 from runtime.daemon.server import Endpoint, SlotServer
 from runtime.daemon.session import Connection, Phase
@@ -275,6 +276,36 @@ def test_a_line_comes_in_pieces_and_a_half_one_harms_nobody(tmp_path: Path) -> N
         errors = [frame.text for frame in frames if frame.kind is Kind.ERROR]
         assert len(errors) == 1
         assert errors[0].startswith("the line is no UTF-8: ")
+        raw.close()
+
+
+def test_a_long_line_is_read_beside_the_loop_and_answered_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is read, other clients have turns and tokens; lines of its own client wait for it."""
+    reads, may_end = Desk.read, threading.Event()
+
+    def slow(desk: Desk, text: str) -> Read:
+        if len(text) > 10_000:
+            assert threading.current_thread().name.startswith("daemon line")
+            assert may_end.wait(PATIENCE_S)
+        return reads(desk, text)
+
+    monkeypatch.setattr(Desk, "read", slow)
+    path = tmp_path / "slots.sock"
+    with served(path) as server, SlotClient(path) as other:
+        raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        raw.settimeout(PATIENCE_S)
+        raw.connect(str(path))
+        raw.sendall(b"TAGGED 1\nREQ 1 START [%s1,2] 2 2\nREQ 2 START [1,2,3] 2 2\n" % (b" " * 20_000))
+        assert other.start(IDS, max_tokens=40, quantum=40).tokens() == alone(0, IDS, 40)
+        assert [endpoint.reading is not None for endpoint in server._endpoints].count(True) == 1
+        may_end.set()
+        reader, frames = FrameReader(), list[Frame]()
+        while sum(frame.kind is Kind.DONE for frame in frames) < 2:
+            frames += list(reader.frames(raw.recv(4096)))
+        acknowledged = [frame.answer.get("tokens") for frame in frames if frame.kind is Kind.ACK]
+        assert acknowledged == [None, 2, 3]
         raw.close()
 
 

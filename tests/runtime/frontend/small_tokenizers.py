@@ -53,6 +53,13 @@ def sentencepiece_backend() -> tokenizers.Tokenizer:
     return backend
 
 
+def panicking_backend() -> tokenizers.Tokenizer:
+    """Fails on every text as a regular expression does that gives up on one: with an error that is no Exception."""
+    backend = byte_level_backend().__class__.from_str(byte_level_backend().to_str())
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(length=0)
+    return backend
+
+
 def byte_level() -> Tokenizer:
     return Tokenizer(byte_level_backend())
 
