@@ -92,7 +92,7 @@ class EngineConfig:
     expert_parallel: each rank has whole experts, instead of a share of each; on where there are several groups.
     expert_load: file for the tokens that each expert got; expert_map: such a file, from which experts are placed on
     ranks. max_model_len: tokens of prompt and answer together; None takes the model's own limit.
-    max_num_seqs: slots, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
+    max_num_seqs: rows, that is, requests that run at once in a group. block_size: tokens a KV block. num_blocks: KV
     blocks without the trash block; None sizes the pool from ``memory_fraction`` of the device's memory.
     max_prefill_tokens: token budget of one prefill step. mixed_steps: prompts are prefilled in the steps of the rows
     that decode, where a step may hold both; without, prefill and decode take turns. itl_target_ms: how long such a step

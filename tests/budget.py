@@ -1,11 +1,12 @@
 """A budget in CPU seconds for each test: a pytest plugin (tests/conftest.py).
 
-A test may take LIMIT_S, in a quick room QUICK_LIMIT_S; markers ``slow`` and ``long`` lift that. A test that takes more
-runs once more, and fails if that takes TIMES times the limit, too: cold caches, and a busy machine, on which a CPU
-second does less, are no fault of the test. A worker's first test pays for imports and is excluded.
+A test may take LIMIT_S, in a quick folder or file (QUICK without SLOWER) QUICK_LIMIT_S. Markers in LIFTED remove the
+limit. A test above its limit runs a second time, and fails if that run takes more than TIMES times the limit: the first
+run may have filled caches, and on a busy machine the same work takes more CPU time. A worker's first test pays for
+imports and is excluded.
 
 Knows: CPU time of this process and of child processes that were waited for. Does not know: wall time, which depends on
-what else runs, or processes that outlive a test.
+the machine's load, or processes that outlive a test.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LIMIT_S = 1.0
 QUICK_LIMIT_S = 0.1
 TIMES = 3
 LIFTED = ("slow", "long", "gpu", "multigpu", "slurm")
-# Quick rooms, which `make check` runs for every edit: folders and files whose tests take QUICK_LIMIT_S each.
+# Quick folders and files: each test takes at most QUICK_LIMIT_S, and `make check` runs them after every edit.
 QUICK: tuple[str, ...] = (
     "tests/bench",
     "tests/launch",
@@ -33,7 +34,7 @@ QUICK: tuple[str, ...] = (
     "tests/slurm",
     "tests/docs/test_links.py",
 )
-# Folders and files in them whose tests take longer.
+# Exceptions: folders and files in QUICK with tests that take longer.
 SLOWER: tuple[str, ...] = (
     "tests/bench/test_front_door.py",
     "tests/bench/test_merge_choices.py",
@@ -92,7 +93,7 @@ SLOWER: tuple[str, ...] = (
     "tests/runtime/watchdog/test_watchdog.py",
 )
 ROOT = Path(__file__).resolve().parents[1]
-TIMES_FILE = "LOCKSTRIDE_TEST_TIMES"  # a file that gets a JSON line a test: name, CPU seconds, wall seconds
+TIMES_FILE = "LOCKSTRIDE_TEST_TIMES"  # environment: a file for one JSON line per test: name, CPU s, wall s
 
 
 def cpu_s() -> float:
@@ -105,28 +106,28 @@ def is_quick(path: Path) -> bool:
         return False
     name = path.relative_to(ROOT).as_posix()
 
-    def within(rooms: tuple[str, ...]) -> bool:
-        return any(name == room or name.startswith(f"{room}/") for room in rooms)
+    def within(listed: tuple[str, ...]) -> bool:
+        return any(name == one or name.startswith(f"{one}/") for one in listed)
 
     return within(QUICK) and not within(SLOWER)
 
 
 def limit_s(item: pytest.Item) -> float:
-    """What ``item`` may take, infinite where a marker lifts the limit."""
+    """The limit of ``item`` in CPU seconds; infinite with one of the markers LIFTED."""
     if any(item.get_closest_marker(name) for name in LIFTED):
         return float("inf")
     return QUICK_LIMIT_S if item.get_closest_marker("quick") else LIMIT_S
 
 
 class Budget:
-    """The plugin. ``clock`` gives CPU seconds: another one is for tests of this file."""
+    """The plugin. ``clock`` returns CPU seconds; tests of this file give another one."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or cpu_s
         self._first = True
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
-        """`-m quick` does not even import the other rooms."""
+        """`-m quick` does not import test files that are not quick."""
         if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
             return None if is_quick(collection_path) else True
         return None
@@ -151,7 +152,7 @@ class Budget:
 
     def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
         if isinstance(item, pytest.Function):
-            item._initrequest()  # fixtures of an earlier run are gone
+            item._initrequest()  # a second run needs new fixtures
         began, at = self._clock(), time.monotonic()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         used = self._clock() - began
@@ -162,7 +163,7 @@ class Budget:
 
 
 def exceeded(report: pytest.TestReport, used: float, limit: float) -> pytest.TestReport:
-    """``report``, failed where it is that of the test's own call."""
+    """``report``; if it is that of the test's call, and the call passed, it is marked as failed."""
     if report.when == "call" and report.passed:
         report.outcome = "failed"
         report.longrepr = (

@@ -1,17 +1,19 @@
-"""Plants wrong, counting and replaced ops and parts of a step. The only file of tests that names their classes.
+"""Plants mutants, call recorders and replacements for kernel ops and for parts of a device step.
 
-Everything planted is a function whose first argument is what it replaces, ready to be called:
+It is the only file of tests that names classes of kernels and of the device step. What is planted is a function. Its
+first argument is the op or part that it replaces, bound, so that it can call it:
 
-    A wrong op, in one set of kernels (over the reference, or over another set):
+    A wrong op in one set of kernels, derived from the reference or from another set (``rig``: an engine for tests,
+    tests/runtime/engine/rig.py):
 
-        def knows_its_rows(linear: Op, x_TN: Tensor, *given: Any) -> Tensor:
+        def depends_on_batch(linear: Op, x_TN: Tensor, *given: Any) -> Tensor:
             return linear(x_TN, *given) * (1 + 1e-3 * len(x_TN))
 
-        with rig(kernels=kernels_with(linear=knows_its_rows)) as engine: ...
+        with rig(kernels=kernels_with(linear=depends_on_batch)) as engine: ...
 
-    A wrong op, where a test does not make the kernels itself: in the reference, until the test ends.
+    A wrong op in the reference kernels, until the test ends; for tests that do not make the kernels themselves:
 
-        plant(monkeypatch, knows_its_rows, op="linear")
+        plant(monkeypatch, depends_on_batch, op="linear")
 
     A wrong part of a step, by its name in PARTS, until the test ends:
 
@@ -20,18 +22,19 @@ Everything planted is a function whose first argument is what it replaces, ready
 
         plant(monkeypatch, of_another_row, part="mixed.keep")
 
-    A counting op or part, which changes nothing:
+    A recorder of calls, which changes nothing:
 
         proposals = Noting()
         plant(monkeypatch, proposals, part="mixed.propose")
         ...
         assert len(proposals.calls) == 3
 
-A mutant with state is an object whose methods are planted: ``kernels_with(gated_delta=mutant.gated_delta)``. What is
-not callable takes the place of a fact: ``kernels_with(slower="Triton is not installed")``,
-``plant(monkeypatch, 0, part="prefill.large_step")``. ``monkeypatch.context()`` ends a plant earlier.
+For a mutant with state, plant the methods of an object: ``kernels_with(gated_delta=mutant.gated_delta)``. A value that
+is not callable replaces an attribute: ``kernels_with(slower="Triton is not installed")``,
+``plant(monkeypatch, 0, part="prefill.large_step")``. ``monkeypatch.context()`` ends a plant before the test ends.
 
-Steps for unit tests are made by ``make_decode_step`` and those next to it, kernels by ``reference_kernels`` and those.
+Unit tests make steps with ``make_decode_step`` and the functions after it, kernels with ``reference_kernels`` and the
+functions after it.
 """
 
 from __future__ import annotations
@@ -63,38 +66,38 @@ if TYPE_CHECKING:  # ranks that tests start have no use for it
 
     from runtime.engine import Engine
 
-Op = Callable[..., Any]  # what is planted over, bound to its kernels or step
+Op = Callable[..., Any]  # the replaced op or part, bound to its kernels or step
 Owner = type | types.ModuleType
 
-# What a step consists of. "mixed": a step with prefill chunks whose decode requests have draft windows or trees.
+# Parts of a step. "mixed": a step with prefill chunks whose decode requests have draft windows or trees.
 PARTS: dict[str, tuple[Owner, str]] = {
     # propose(rows, variant): draft tokens of the first rows, kept for the two parts that follow
     "mixed.propose": (MixedWindowRole, "propose"),
     # gather_packed(tables, chunks, block_size, guesses_SQ, depth_SN) -> Packed: all tokens of the forward pass
     "mixed.gather": (mixed_window, "gather_packed"),
-    # tree(slots_B) -> tree_BQ, which nodes a node sees; None: all before it
+    # tree(slots_B) -> tree_BQ: the nodes that each node attends to; None: all before it
     "mixed.tree_mask": (MixedWindowRole, "tree"),
     # state_rows(chunks, packed) -> StateRows of the forward pass
     "mixed.state_rows": (MixedWindowRole, "state_rows"),
-    # keep(undecided): stores what a recurrent layer made of the draft tokens
+    # keep(undecided): stores a recurrent layer's state updates of the draft tokens
     "mixed.keep": (MixedWindowRole, "keep"),
     # take_in(rows, positions_X): updates recurrent state with the accepted tokens
     "mixed.take_in": (MixedWindowRole, "_take_in"),
-    # drawing(chunks) -> int64 [X], the tokens that are sampled after
+    # drawing(chunks) -> int64 [X]: the tokens after which one is sampled
     "mixed.drawing": (MixedWindowRole, "drawing"),
     # proposed(emitting_R, decodes_R, variant) -> Proposed, as the tail verifies it
     "mixed.proposed": (MixedWindowRole, "_proposed"),
     # Proposed(tokens_BQ, ...): the same, as it is made
     "mixed.Proposed": (mixed_window, "Proposed"),
-    # of_paged(caches) -> what moves the KV entries of an accepted path; None: nothing does
+    # of_paged(caches) -> the mover of an accepted path's KV entries; None: chains move none
     "mixed.mover": (mixed_window, "EntryMover.of_paged"),
-    # make_memory(): what steps of all widths share
+    # make_memory(): buffers shared by steps of all widths
     "mixed.make_memory": (MixedWindowRole, "_make_memory"),
     # gather_decode(tables, rows_B, block_size) -> Gathered
     "decode.gather": (decode, "gather_decode"),
     # StateRows(slots_B, undecided=, tree=) of a verification step without chunks
     "window.state_rows": (window, "StateRows"),
-    # lay_out(parents_BQ, depth) -> DraftTree; shown(...) -> Shown, what the proposer is shown of a window
+    # lay_out(parents_BQ, depth) -> DraftTree; shown(...) -> Shown: the tokens of a window that the proposer observes
     "window.lay_out": (window_io, "lay_out"),
     "window.shown": (window_io, "_shown"),
     # copy_forked(spec): copies the blocks in whose middle prompts end, before the tail
@@ -116,8 +119,8 @@ PARTS: dict[str, tuple[Owner, str]] = {
     # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
     "tail.logprobs": (tail, "token_logprobs"),
     "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
-    # kernels_for(tensor) -> StepKernels of what a decode step gathers and commits, of what a proposer is shown; of a
-    # window WindowKernels; None for torch
+    # kernels_for(tensor) -> StepKernels (a decode step's gather and commit; what a proposer observes) or WindowKernels;
+    # None: torch
     "decode.kernels": (step_io, "kernels_for"),
     "proposer.kernels": (proposer_feed, "kernels_for"),
     "window.kernels": (window_io, "window_kernels_for"),
@@ -125,7 +128,7 @@ PARTS: dict[str, tuple[Owner, str]] = {
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: str = "") -> None:
-    """``fn`` in the place of ``op`` of the reference kernels, or of ``part`` of a step: one of PARTS."""
+    """Replace ``op`` of the reference kernels, or ``part`` of a step (a key of PARTS), by ``fn`` for this test."""
     if bool(op) == bool(part):
         raise ValueError("plant an op or a part")
     owner, path = (ReferenceKernels, op) if op else PARTS[part]
@@ -142,7 +145,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: st
 
 
 def plant_replay(engine: Engine, fn: Op) -> None:
-    """``fn(replay, spec)`` in the place of the replays of captured steps with chunks, in this engine for good."""
+    """Replace the replays of captured steps with chunks by ``fn(replay, spec)``, for the life of ``engine``."""
     graphs = engine.executor.prefill.graphs
     graphs.launch = partial(fn, graphs.launch)  # type: ignore[method-assign]
 
@@ -156,7 +159,7 @@ def _method(fn: Op, usual_of: Callable[[Any], Op], usual: Op) -> Op:
 
 
 def width_of(usual: Op) -> int:
-    """W of the step that a planted part belongs to: the most tokens that a row of it gains."""
+    """W of the step that a planted part belongs to: maximum tokens that a row appends."""
     width: int = usual.__self__.width  # type: ignore[attr-defined]  # a bound method
     return width
 
@@ -167,7 +170,7 @@ def name_of(usual: Op) -> str:
 
 
 class Noting:
-    """Notes what it is called with, and does what it is planted over."""
+    """Records the arguments of each call, and calls the op or part that it replaces."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -186,14 +189,14 @@ def reference_kernels() -> Kernels:
 
 
 def invariant_kernels() -> Kernels:
-    """The same, token by token: no result depends on what shares a step."""
+    """Every op in plain torch, token by token: no result depends on the other tokens of the step."""
     return DeterministicReferenceKernels()
 
 
 def kernels_with(over: Kernels | None = None, **planted: object) -> Kernels:
-    """``over``, or the reference, with these ops and facts in the place of its own. AttributeError for unknown ones.
+    """``over``, default the reference, with these ops and attributes replaced. AttributeError for unknown names.
 
-    An op that ``over`` composes of others finds the planted ones there, too.
+    Ops of ``over`` that are composed of other ops use the planted ones.
     """
     over = reference_kernels() if over is None else over
     kind = types.new_class(type(over).__name__, (type(over),))
@@ -219,7 +222,7 @@ def make_decode_step(parts: RoleParts, name: str = "decode") -> DecodeRole:
 
 
 def make_window_step(parts: RoleParts, width: int | None = None, proposer: Proposer | None = None) -> WindowRole:
-    """A verification step; of the limits' width and the parts' proposer where others are not given."""
+    """A verification step. Defaults: the width of the limits, the proposer of the parts."""
     if proposer is None:
         return WindowRole.of_proposer(parts, width)
     return WindowRole(parts, width or parts.limits.width, proposer)
@@ -231,7 +234,7 @@ def make_prefill_step(parts: RoleParts) -> PrefillRole:
 
 
 def make_mixed_step(parts: RoleParts, width: int | None = None) -> MixedWindowRole:
-    """Prefill chunks, and decode requests with draft windows of ``width``, the limits' where it is not given."""
+    """Prefill chunks, and decode requests with draft windows of ``width``; default: that of the limits."""
     return MixedWindowRole(parts, width)
 
 

@@ -1,4 +1,4 @@
-"""Everything that docs/measurements.md says of GPUs, from one command: each part in a process of its own, with a limit.
+"""GPU tests and benchmarks of docs/measurements.md from one command: each part in a separate process, with a limit.
 
     python3 -m tests.bench.measure --out FOLDER                 # the parts for this many GPUs, most wanted first
     python3 -m tests.bench.measure --out FOLDER --parts engine-tests latency-8b --seconds 540

@@ -1,17 +1,17 @@
-"""Measures of the code base: lines by area, long files and functions, import circles, files of a turn, words.
+"""Measures of the code base: lines by area, long files and functions, import circles, files per turn, words.
 
 Knows: what is measured, and the aim of each measure. Does not know: earlier values (the baseline file has them).
 
     python tests/tools/measure.py           print name, value, aim (from the root of the project; standard library only)
     ... --trace         also the files and stays of a decode turn of the demo model: needs torch
-    ... --write FILE    merge the values into the baseline (its features stay; values not measured stay)
+    ... --write FILE    write the values into the baseline FILE; its features, loans and other values stay
     ... --check FILE    exit with 1 where a frozen value is worse than the baseline
 
-A stay: control inside one file of the project until a call or a return passes it to another one.
+A stay: the time between two moves of control, by a call or a return, from one file of the project to another.
 
 The baseline (tests/tools/baseline.json): {"values": {name: value}, "features": [{"name": ..., "lines": ..., "commit":
 ...}], "loans": [{"step": ..., "measure": ..., "amount": ..., "repaid by": ...}]}. `source lines` and `code lines` may
-exceed the baseline by the lines of features; any measure by its loans, which are gone when their step closes.
+exceed the baseline by the lines of its features. A loan raises the limit of one measure until a later step repays it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path()  # the files' names are relative to it
 PACKAGES = ("launch", "runtime", "models", "parallel")
 NOT_HOST = "runtime/execute/device/"  # the device, or its twin on a CPU
-# The first prefix that a path begins with decides; what none of them names is core.
+# A file belongs to the first area with a prefix of its path; all other files are core.
 AREAS = {
     "tools": """launch/bench launch/report launch/sweep launch/tune launch/doctor
         models/kernels/bandwidth_probe""",
@@ -51,7 +51,7 @@ AREAS = {
         parallel/control/protocol/max_rounds parallel/control/protocol/leader_max models/families/qwen3_next
         models/families/qwen3_5 models/families/nemotron_h models/block_pattern""",
 }
-# Words for which the field has others (house-3.md, English); only those that hardly ever mean anything else.
+# Words for which the field has others: "draft token" instead of "guess". Only words that rarely mean anything else.
 DIALECT = r"""nobody|anybody|somebody|whoever|told|tells|tell|hears?|heard|guess(?:es|ed|ing)?|rows? that decodes?
     chunks? of prompts?|tak(?:es?|en) in|beside|behind|befell|likeliest|goes on|let in|of its own|of their own"""
 AIMS: dict[str, float] = {
@@ -92,7 +92,7 @@ def words(paths: list[Path]) -> int:
 
 
 def imported(tree: ast.Module, modules: dict[str, Path]) -> set[Path]:
-    """Files that are imported with this one: not for types alone, nor inside functions."""
+    """Files that importing this one imports: no imports under TYPE_CHECKING or inside functions."""
     found: set[Path] = set()
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -112,7 +112,7 @@ def in_circle(path: Path, graph: dict[Path, set[Path]]) -> bool:
 
 
 def prose(path: Path) -> str:
-    """What is read as English: a document whole; of code its comments and texts in triple quotes."""
+    """The English of a file: all of a document; the comments and triple-quoted strings of code."""
     text = path.read_text(encoding="utf-8")
     return text if path.suffix == ".md" else "\n".join(re.findall(r'""".*?"""|#[^\n]*', text, re.DOTALL))
 
