@@ -154,7 +154,7 @@ def add_serve_options(add: OptionAdder) -> None:
     text = "random: lengths are uniform within this share below and above"
     add.value("--random-range-ratio", text, "fraction", bounded(number, 0.0, 1.0))
     add.value(*("--prefix-len", "prefix: tokens shared", "tokens", at_least_one, ""), "--prefix-repetition-prefix-len")
-    text = "prefix: tokens of each prompt's own"
+    text = "prefix: further tokens of each prompt"
     add.value(*("--suffix-len", text, "tokens", at_least_one, ""), "--prefix-repetition-suffix-len")
     text = "prefix: different beginnings"
     add.value(*("--num-prefixes", text, "prefixes", at_least_one, ""), "--prefix-repetition-num-prefixes")
@@ -183,7 +183,7 @@ def add_serve_options(add: OptionAdder) -> None:
     add.value("--temperature", "sampling temperature; 0 is greedy", "number", bounded(number, 0.0))
     add.value("--top-k", "sample from this many tokens; 0 is off", "tokens", whole_number)
     add.value("--top-p", "sample from the tokens of this probability mass", "fraction", bounded(number, 0.0, 1.0))
-    add.value("--min-p", "least probability, as a share of the likeliest's", "fraction", bounded(number, 0.0, 1.0))
+    add.value("--min-p", "least probability, as a fraction of the highest one", "fraction", bounded(number, 0.0, 1.0))
     add.switch("--save-detailed", "also write each request's times, and every gap between its tokens")
     add.value("--result-dir", "folder to write results, timelines and pictures to", "folder", Path, "not written")
     text = "measure an OpenAI-compatible server instead of an engine of this process, such as http://localhost:8000; "

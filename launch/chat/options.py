@@ -55,7 +55,11 @@ def add_chat_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="longest answer (default: 256) [tokens]",
     )
     chat.add_argument(
-        "--quantum", type=at_least_one, default=32, metavar="TOKENS", help="tokens of a quantum (default: 32) [tokens]"
+        "--quantum",
+        type=at_least_one,
+        default=32,
+        metavar="TOKENS",
+        help="tokens between two pauses (default: 32) [tokens]",
     )
     chat.add_argument(
         "--temperature",
@@ -77,5 +81,5 @@ def add_chat_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         action="append",
         default=[],
         metavar="TEXT",
-        help="an answer ends where it comes to this text, which is not shown; may be repeated (default: none) [text]",
+        help="stop string, not shown; may be repeated (default: none) [text]",
     )

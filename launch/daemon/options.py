@@ -51,7 +51,7 @@ def daemon_command(given: dict[str, Any], engine: Mapping[str, Any]) -> DaemonCo
 def add_daemon_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     daemon = commands.add_parser(
         "daemon",
-        help="sessions, quanta and token streams for local clients",
+        help="sessions of local clients: token quotas and streams",
         description="Keep sessions for clients on this machine: they start, continue and extend them by lines of text, "
         "and read tokens as they come (docs/daemon.md). Exit code: 143 or 130 after SIGTERM or SIGINT, 2 the command "
         "line is wrong, 70 the engine failed.",

@@ -87,7 +87,7 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     value(
         "tensor_parallel",
         "--tensor-parallel-size",
-        "ranks that share the model; one rank's share is measured",
+        "ranks that share the model; one rank's shard is measured",
         "ranks",
         at_least_one,
         "the number of ranks started",
@@ -96,7 +96,7 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--expert-parallel",
         dest="expert_parallel",
         action="store_true",
-        help="experts lie whole on the ranks (default: off) [switch]",
+        help="whole experts on each rank (default: off) [switch]",
     )
     value("dtype", "--dtype", "type of weights and activations; auto takes the checkpoint's", "word", str, "",
           choices=get_args(DType))  # fmt: skip
@@ -121,7 +121,7 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     value(
         "budget_minutes",
         "--budget-minutes",
-        "stop after so long; the same command goes on from there",
+        "stop after this time; the same command continues",
         "minutes",
         bounded(number, 0.1),
         "no limit",
