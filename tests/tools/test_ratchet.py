@@ -91,9 +91,15 @@ def test_booked_features_and_loans_are_allowed(tree: Path, kind: str) -> None:
     assert run("--check", str(path)).returncode == 0
 
 
-def test_a_value_is_written_back_and_features_stay(tree: Path) -> None:
-    path = tree / "baseline.json"
-    path.write_text(json.dumps({"values": {"source lines": 99, "stays of a turn, one rank": 5}, "features": []}))
-    assert run("--write", str(path)).returncode == 0
+def test_values_are_written_back_without_lines_of_features_and_not_beyond_their_aims(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, features = tree / "baseline.json", [{"name": "f", "lines": 2, "commit": "0"}]
+    values = {"source lines": 70_000, "stays of a turn, one rank": 100, "dialect words": 900}
+    path.write_text(json.dumps({"values": values, "features": features}))
+    monkeypatch.setattr(measure, "AIMS", {"dialect words": 5})
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--write", str(path)])
+    assert measure.main() == 0
     kept = json.loads(path.read_text())
-    assert (kept["values"]["source lines"], kept["values"]["stays of a turn, one rank"]) == (11, 5)
+    assert kept["features"] == features
+    assert [kept["values"][name] for name in values] == [9, 100, 5]
