@@ -18,6 +18,7 @@ from launch.cli import AnyCommand, parse
 from launch.daemon.options import DaemonCommand
 from launch.doctor.options import DoctorCommand
 from launch.generate.options import Command
+from launch.ranks.home import settle_home
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
 from launch.ranks.signals import raises_on_sigterm
 from launch.serve.options import ServeCommand
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Raises SystemExit(2) for a command line that does not parse."""
     command = parse(sys.argv[1:] if arguments is None else arguments)
     _log_as(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
+    settle_home()
     try:
         return _main(command)
     except KeyboardInterrupt:  # where nothing has begun that would end in its own way: imports, loading, benches

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from launch.ranks.fingerprint import identity_of
 from launch.ranks.flashinfer_switches import flashinfer_switches
+from launch.ranks.home import settle_home
 from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
 from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
 from launch.ranks.rendezvous import MeetingError, Rendezvous
@@ -63,6 +64,7 @@ def open_engine(
 
     ``on_timing`` gets each step's device times, from the landing thread.
     """
+    settle_home()
     device = local_device(rendezvous, config.device)
     leads = rendezvous.topology.is_leader
     limits = Limits(deadline=config.control_timeout_s)
