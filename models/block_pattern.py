@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from models.config_reader import ConfigReader
+from models.config_reader import ConfigReader, Neutral, refuse_others
 
 BlockKind = Literal["mamba", "attention", "mlp", "moe"]
 
@@ -23,11 +23,11 @@ _WORDS: dict[str, BlockKind] = {
     "mlp": "mlp",
     "moe": "moe",
 }
+HEAD_DIM = 128  # where config.json does not say
 _MOST_BLOCKS = 10_000
 _NO_BOUND = 1e6  # of a time step
 
-# Option -> the values under which it changes nothing here, and what it would ask for otherwise.
-_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+_NEUTRAL: Neutral = {
     "mlp_hidden_act": (("relu2",), "another activation of its MLPs than squared ReLU"),
     "mamba_hidden_act": (("silu",), "another activation of its convolutions than SiLU"),
     "mamba_ssm_cache_dtype": (("float32",), "recurrent state of another dtype"),
@@ -131,10 +131,7 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for what the family can ask for and is not implemented.
     """
-    for key, (neutral, meaning) in _NEUTRAL.items():
-        value = config.get(key)
-        if value is not None and value not in neutral:
-            raise ValueError(f"{key!r} is {value!r}, which asks for {meaning}; only {neutral[0]!r} is implemented")
+    refuse_others(config, _NEUTRAL)
     limit = config.get("time_step_limit")
     if limit is not None and not _unlimited(limit):
         raise ValueError(f"'time_step_limit' is {limit!r}, but only [0.0, Infinity] is implemented")
@@ -142,6 +139,7 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     changed = {key: value for key, value in config.items() if key not in ("layer_types", "hybrid_override_pattern")}
     changed["layers_block_type"] = list(kinds)
     changed["num_hidden_layers"] = len(kinds)
+    changed.setdefault("head_dim", HEAD_DIM)
     eps = [config[key] for key in ("layer_norm_epsilon", "rms_norm_eps") if config.get(key) is not None]
     changed["rms_norm_eps"] = eps[0] if eps else 1e-5
     if "mlp" not in kinds:

@@ -7,6 +7,9 @@ Does not know: models, beyond the names and shapes it is told; how pieces are lo
 from __future__ import annotations
 
 import json
+import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from models.weights_header import header_fault, quoted, refuse_repeated_names
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+log = logging.getLogger(__name__)
 # Buffers that old checkpoints saved although they follow from the config.
 RECOMPUTED = (".rotary_emb.inv_freq",)
 
@@ -41,7 +45,8 @@ def open_file(file: Path) -> Any:
 def locate_tensors(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, of all tensors in the checkpoint's files. Raises WeightsError.
 
-    The files are those of the index, or the single file. With an index, index and files must agree exactly.
+    The files are those of the index, or the single file. The index decides which file's tensor counts where several
+    have one of a name; else index and files must agree exactly.
     """
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if not index.is_file():
@@ -51,21 +56,40 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
                 f"{folder} holds neither {INDEX_NAME} nor {SINGLE_NAME} (safetensors files found: {found}); "
                 f"to run without weights use --load-format dummy"
             )
-        return _tensors_of([_file_inside(folder, SINGLE_NAME)])
+        return _tensors_of(_file_inside(folder, SINGLE_NAME))
     weight_map = _read_index(index)
     if single.is_file() and SINGLE_NAME not in weight_map.values():
         raise WeightsError(
             f"{folder} holds {SINGLE_NAME} and an index of other files; remove the one that is out of date"
         )
-    files = {name: _file_inside(folder, name) for name in sorted(set(weight_map.values()))}
-    tensors = _tensors_of(files.values())
-    for tensor, name in weight_map.items():
-        if tensors.get(tensor) != files[name]:
-            raise WeightsError(f"{index} says that {files[name]} holds tensor {quoted(tensor)}, but it does not")
-    unlisted = sorted(tensors.keys() - weight_map.keys())
-    if unlisted:
-        raise WeightsError(f"{tensors[unlisted[0]]} holds tensors that {index} does not list: {_some(unlisted)}")
-    return tensors
+    located: dict[str, Path] = {}
+    for name in sorted(set(weight_map.values())):
+        held = _tensors_of(_file_inside(folder, name))
+        listed = {tensor for tensor, home in weight_map.items() if home == name}
+        if missing := sorted(listed - held.keys()):
+            raise WeightsError(f"{index} says that {folder / name} holds tensor {quoted(missing[0])}, but it does not")
+        if unlisted := sorted(held.keys() - weight_map.keys()):
+            raise WeightsError(f"{folder / name} holds tensors that {index} does not list: {_some(unlisted)}")
+        located |= {tensor: home for tensor, home in held.items() if tensor in listed}
+        if stale := sorted(held.keys() - listed):
+            log.info("%s: not read, since the index names another file: %s", folder / name, _some(stale))
+    return located
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Of most elements of the folder's float tensors; None where it holds no readable weights."""
+    elements: Counter[str] = Counter()
+    try:
+        located = locate_tensors(folder)
+        for file in sorted(set(located.values())):
+            with open_file(file) as reader:
+                for name in (name for name, home in located.items() if home == file):
+                    header = reader.get_slice(name)
+                    elements[header.get_dtype()] += math.prod(header.get_shape())
+    except WeightsError:
+        return None
+    floats = [(count, name) for name, count in elements.items() if name in FLOAT_DTYPES]
+    return FLOAT_DTYPES[max(floats)[1]] if floats else None
 
 
 def check_tensors(
@@ -104,16 +128,10 @@ def _check_header(file: Path, name: str, header: Any, shape: tuple[int, ...]) ->
         )
 
 
-def _tensors_of(files: Iterable[Path]) -> dict[str, Path]:
-    tensors: dict[str, Path] = {}
-    for file in files:
-        with open_file(file) as reader:
-            _check_names(file)
-            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is not a mapping
-                if name in tensors:
-                    raise WeightsError(f"tensor {quoted(name)} is in two files: {tensors[name]} and {file}")
-                tensors[name] = file
-    return tensors
+def _tensors_of(file: Path) -> dict[str, Path]:
+    with open_file(file) as reader:
+        _check_names(file)
+        return dict.fromkeys(reader.keys(), file)
 
 
 def _check_names(file: Path) -> None:

@@ -1,7 +1,7 @@
 """ModelConfig: the shape of a model, read once from config.json and generation_config.json and frozen.
 
 Knows: how transformers 4 and 5 spell each fact, and which options of a checkpoint Lockstride does not implement.
-Does not know: tensor parallelism, files of weights, sampling defaults.
+Does not know: tensor parallelism, sampling defaults; of files of weights it asks checkpoint.py for the dtype alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from models.block_pattern import (
     read_mamba2,
     usual_block_keys,
 )
-from models.config_reader import ConfigReader
+from models.checkpoint import stored_dtype
+from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
@@ -33,6 +34,16 @@ MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # (rms_norm_eps, rope_theta) of families whose config.json does not say, as in transformers.
 _EPS_AND_THETA = {"MixtralForCausalLM": (1e-5, 1e6)}
 _USUAL_EPS_AND_THETA = (1e-6, 1e4)
+_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json lacks the key; others divide hidden_size by heads
+# Options of other families that change what a model computes.
+_NEUTRAL: Neutral = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ((), "soft-capped logits")),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), ((), "another scale of attention")),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), ((1,), "scaled activations")),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), ((1,), "scaled logits")),
+    "clip_qkv": ((), "clipped queries, keys and values"),
+    "attn_temperature_tuning": ((False,), "a temperature by position"),
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -44,7 +55,8 @@ class ModelConfigError(ValueError):
 class ModelConfig:
     """Facts of a decoder-only transformer. Sizes are those of the whole model, not of one rank.
 
-    ``dtype`` is what the checkpoint was saved in. ``max_length`` is the longest sequence (prompt and completion) its
+    ``dtype`` is what the checkpoint was saved in: by the config or, where that is silent, as most of it is stored;
+    float32 without a checkpoint. ``max_length`` is the longest sequence (prompt and completion) its
     positions cover. ``rotary_dim`` leading dims of each head are rotated. ``experts`` describes the layers that have
     experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
     gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
@@ -100,6 +112,10 @@ class ModelConfig:
             eos = _token_ids(generation, "eos_token_id")
         except ValueError as error:
             raise ModelConfigError(f"{generation_path}: {error}") from error
+        text = config.get("text_config")
+        named = [one.get(key) for one in (config, text) if isinstance(one, dict) for key in ("dtype", "torch_dtype")]
+        if not any(named) and (stored := stored_dtype(folder)) in DTYPES.values():
+            config["dtype"] = str(stored).removeprefix("torch.")
         try:
             return cls.from_dict(config, eos)
         except ValueError as error:
@@ -120,12 +136,12 @@ class ModelConfig:
         _refuse_unimplemented(config)
         read = ConfigReader(config)
         heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
-        head_dim = read.size("head_dim", hidden_size // heads)
+        architecture = _architecture(config)
+        head_dim = read.size("head_dim", default_head_dim(config))
         kv_heads = read.size("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         max_positions = read.size("max_position_embeddings")
-        architecture = _architecture(config)
         default_eps, default_theta = _EPS_AND_THETA.get(architecture, _USUAL_EPS_AND_THETA)
         rope_parameters = _rope_parameters(config, default_theta)
         rope = rope_from_parameters(rope_parameters, max_positions)
@@ -178,6 +194,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def default_head_dim(config: Mapping[str, Any]) -> int:
+    """Of a family whose config.json does not say; a null is no silence."""
+    known = None if "head_dim" in config else _HEAD_DIM.get(_architecture(config))
+    return known or config["hidden_size"] // config["num_attention_heads"]
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -188,6 +210,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         raise ValueError("quantized checkpoints ('quantization_config') are not supported; use the bfloat16 checkpoint")
+    refuse_others(config, _NEUTRAL)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
     layer_types = config.get("layer_types") or []

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# Option -> the values under which it changes nothing here, and what it would ask for otherwise.
+Neutral = Mapping[str, tuple[tuple[object, ...], str]]
 _HUGE = 1e30  # no number of a model is larger; NaN and infinity, which Python's JSON accepts, are not smaller
 
 
@@ -44,3 +46,11 @@ class ConfigReader:
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{key!r} must be true or false, not {value!r}")
         return bool(value)
+
+
+def refuse_others(config: Mapping[str, Any], neutral: Neutral) -> None:
+    """Raises ValueError, with name and value, for an option that is not absent, null or neutral."""
+    for key, (values, meaning) in neutral.items():
+        if (value := config.get(key)) is not None and value not in values:
+            only = f"only {values[0]!r} is implemented" if values else "this is not implemented"
+            raise ValueError(f"{key!r} is {value!r}, which asks for {meaning}; {only}")

@@ -69,8 +69,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/registry.py", "models/dummy.py"),
         ("models/families",),
         ("models/layers",),
-        ("models/group_size.py", "models/generation_config.py", "models/checkpoint.py"),
-        ("models/config.py", "models/weights_header.py"),
+        ("models/group_size.py", "models/generation_config.py"),
+        ("models/config.py",),
+        ("models/checkpoint.py",),  # whose dtype is a config's that names none
+        ("models/weights_header.py",),
         (  # read by config.py: what config.json says
             "models/layers/rope.py",
             "models/layers/routed_experts.py",

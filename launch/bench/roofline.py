@@ -23,8 +23,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from models.block_pattern import block_kinds, has_blocks, read_mamba2
-from models.config import ModelConfig
+from models.block_pattern import HEAD_DIM, block_kinds, has_blocks, read_mamba2
+from models.config import ModelConfig, default_head_dim
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
 from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
@@ -65,7 +65,7 @@ class Shape:
             delta = read_gated_delta(config)
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or hidden // heads
+        head_dim = config.get("head_dim") or default_head_dim(config)
         experts = config.get("num_experts") or 0
         attending = layers - (0 if delta is None else len(delta.layers))
         queries = 2 * heads if delta is None else 3 * heads  # and outputs; with gates where there are delta nets
@@ -90,7 +90,7 @@ class Shape:
 def _of_blocks(config: Mapping[str, Any]) -> Shape:
     kinds, mamba = block_kinds(config), read_mamba2(config)
     mamba_layers, attention_layers, sparse = (kinds.count(kind) for kind in ("mamba", "attention", "moe"))
-    hidden, kv_heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config["head_dim"]
+    hidden, kv_heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config.get("head_dim", HEAD_DIM)
     experts = config.get("n_routed_experts") or 0 if sparse else 0
     of_mamba = hidden * (2 * mamba.inner + mamba.conv_channels + mamba.heads)  # in: z, xBC, dt; out
     of_attention = hidden * head_dim * (2 * config["num_attention_heads"] + 2 * kv_heads)

@@ -1,6 +1,6 @@
 """GatedDeltaShape: the linear-attention layers of Qwen3-Next and Qwen3.5, read from config.json.
 
-Knows: how these families write their configs (text_config, layer_types, mRoPE sections), and which of their options are
+Knows: how these families write their configs (text_config, layer_types), and which of their options are
 not implemented. Does not know: the rest of the model (models/config.py), or how a layer computes.
 """
 
@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config_reader import ConfigReader
+from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.rope import given_parameters
 
 NEXT = "Qwen3NextForCausalLM"
 _IN_TEXT_CONFIG = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 GATED_DELTA_FAMILIES = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_IN_TEXT_CONFIG)
 _MOST_LAYERS = 10_000
-_ROTATED_SHARE = 0.25  # of a head, where the config does not say
+_HEAD_DIM, _ROTATED_SHARE = 256, 0.25  # where the config does not say; the share is of a head
 
-# Option -> the values under which it changes nothing here, and what it would ask for otherwise.
-_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+_NEUTRAL: Neutral = {
     "attn_output_gate": ((True,), "attention without an output gate"),
     "mamba_ssm_dtype": (("float32",), "recurrent state of another dtype"),
     "linear_attn_output_gate": ((True,), "linear attention without an output gate"),
@@ -60,10 +59,7 @@ def has_gated_delta(config: Mapping[str, Any]) -> bool:
 
 
 def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as models/config.py reads others: no text_config, no mRoPE sections, no layer types.
-
-    Positions of text are equal in all sections of mRoPE, which then rotates as plain RoPE does. Raises ValueError.
-    """
+    """The config as models/config.py reads others: no text_config, no layer types. Raises ValueError."""
     found = dict(config)
     if config["architectures"][0] in _IN_TEXT_CONFIG:
         text = config.get("text_config")
@@ -82,14 +78,9 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
             if found.get(key) is None and config.get(key) is not None:
                 found[key] = config[key]
-    for key, (neutral, meaning) in _NEUTRAL.items():
-        if found.get(key) is not None and found[key] not in neutral:
-            raise ValueError(f"{key!r} is {found[key]!r}, which asks for {meaning}; only {neutral[0]!r} is implemented")
-    if found.get("head_dim") is None:
+    refuse_others(found, _NEUTRAL)
+    if found.setdefault("head_dim", _HEAD_DIM) is None:
         raise ValueError("the key 'head_dim' is missing")
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(found.get(key), dict):
-            found[key] = {name: value for name, value in found[key].items() if not name.startswith("mrope_")}
     if found.get("partial_rotary_factor") is None and given_parameters(found).get("partial_rotary_factor") is None:
         found["partial_rotary_factor"] = _ROTATED_SHARE
     if found.get("num_experts") and found.get("intermediate_size") is None:

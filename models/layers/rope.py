@@ -9,6 +9,7 @@ the type's attention factor. Rotation pairs dim i with dim i + R/2 (the NeoX hal
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,21 @@ from torch import Tensor
 _LARGEST = 2.0**40  # of any parameter: beyond it, angles say nothing
 _BESIDE = ("rope_theta", "partial_rotary_factor")  # transformers 4 writes them beside rope_scaling, 5 inside
 _LAYOUT_KEYS = {"rope_type", "type", *_BESIDE}
+_ALIASES = {"mrope": "default"}  # positions of text are equal in all sections of mRoPE
+# Key -> the values under which it changes nothing, where a type does not read it; None: whatever it is.
+_IDLE: dict[str, tuple[object, ...] | None] = {
+    "finetuned": None,  # the weights are, or not
+    "mrope_section": None,
+    "mrope_interleaved": None,
+    "original_max_position_embeddings": None,  # transformers writes it beside every type
+    "factor": (1,),
+    "attention_factor": (1,),
+    "attn_factor": (1,),
+    "extrapolation_factor": (1,),
+    "apply_yarn_scaling": (True,),
+}
+
+log = logging.getLogger(__name__)
 
 
 class Rope(Protocol):
@@ -141,6 +157,7 @@ def rope_from_parameters(parameters: Mapping[str, Any], max_positions: int) -> R
     type or key, for a key that is missing, and for values that no frequencies follow from.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     readers: dict[Any, Callable[[float, dict[str, Any], int], Rope]]
     readers = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
     if not isinstance(kind, str) or kind not in readers:
@@ -150,9 +167,15 @@ def rope_from_parameters(parameters: Mapping[str, Any], max_positions: int) -> R
         rope = readers[kind](_positive(dict(parameters), "rope_theta"), unused, max_positions)
     except KeyError as missing:
         raise ValueError(f"rope type {kind!r} needs the key {missing.args[0]!r}, which config.json lacks") from None
-    if unused:
-        raise ValueError(f"rope type {kind!r} has keys that are not understood: {', '.join(sorted(unused))}")
+    idle = {key for key, value in unused.items() if key in _IDLE and _is_neutral(value, _IDLE[key])}
+    if other := {key: unused[key] for key in sorted(unused.keys() - idle)}:
+        said = ", ".join(f"{key!r} {value!r}" for key, value in other.items())
+        raise ValueError(f"rope type {kind!r} has keys that are not understood: {said}")
     return rope
+
+
+def _is_neutral(value: object, neutral: tuple[object, ...] | None) -> bool:
+    return neutral is None or (value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool))
 
 
 def _positive(keys: dict[str, Any], key: str, default: float | None = None) -> float:
@@ -172,12 +195,10 @@ def _original_context(keys: dict[str, Any], max_positions: int) -> int:
 
 
 def _default(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
-    keys.pop("original_max_position_embeddings", None)  # transformers writes it beside every type
     return DefaultRope(theta)
 
 
 def _linear(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
-    keys.pop("original_max_position_embeddings", None)
     return LinearRope(theta, _positive(keys, "factor"))
 
 
@@ -208,6 +229,9 @@ def _yarn(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
             mscales = {"mscale": mscale, "mscale_all_dim": mscale_all}
             attention_factor = _yarn_temperature(factor, _positive(mscales, "mscale"))
             attention_factor /= _yarn_temperature(factor, _positive(mscales, "mscale_all_dim"))
+    if (more := _positive(keys, "attn_factor", 1.0)) != 1.0:  # of YaRN's authors, who multiply by it
+        attention_factor = _positive({"attention_factor": attention_factor}, "attention_factor") * more
+        log.info("rope: 'attn_factor' %g makes the attention factor %g", more, attention_factor)
     if theta <= 1.0:
         raise ValueError(f"'rope_theta' is {theta:g}, but yarn needs more than 1")
     return YarnRope(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
@@ -68,6 +69,10 @@ def test_both_spellings_of_rope_are_read_where_they_agree() -> None:
     assert tiny(rope_parameters=OLD_YARN, rope_scaling=yarn) == tiny(rope_parameters=yarn)
     outside = {**BESIDE_IMAGES, "rope_scaling": DEFAULT}
     assert ModelConfig.from_dict(outside) == ModelConfig.from_dict(BESIDE_IMAGES)
+
+
+WEIGHTS = "model.safetensors"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,41 @@ def test_a_bad_eos_id_of_the_generation_config_is_named_by_its_file(tmp_path: Pa
     assert repr(ids) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ({}, 128),  # Qwen3
+        ({"architectures": ["LlamaForCausalLM"]}, 6),
+        ({"architectures": ["Qwen2ForCausalLM"]}, 6),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, 6),
+        ({"architectures": ["MixtralForCausalLM"], **EXPERTS}, 6),
+        ({**NEMOTRON, "attention_bias": False}, 128),
+        *((FAMILIES[name], 256) for name in ("qwen3-next", "qwen3.5", "qwen3.5-moe")),
+    ],
+)
+def test_an_absent_head_dim_is_the_familys_default(family: dict[str, Any], expected: int) -> None:
+    """As in the config classes of transformers 5; those without one divide the hidden size by the heads."""
+    config = {key: value for key, value in (TINY | family).items() if key != "head_dim"}
+    assert ModelConfig.from_dict(config).head_dim == expected
+    assert ModelConfig.from_dict(config | {"head_dim": 16}).head_dim == 16
+
+
+@pytest.mark.parametrize("where", [{}, {"torch_dtype": None}, {"dtype": None, "text_config": {"dtype": None}}])
+def test_a_config_without_dtype_takes_that_of_most_of_its_weights(tmp_path: Path, where: dict[str, Any]) -> None:
+    config = {key: value for key, value in (TINY | where).items() if key != "dtype" or key in where}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_folder(tmp_path).dtype == torch.float32, "no weights"
+    bias = {f"bias{n}": torch.zeros(1) for n in range(3)}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        save_file({**bias, "a": torch.zeros(3, 4, dtype=dtype), "ids": torch.zeros(99).int()}, tmp_path / WEIGHTS)
+        assert ModelConfig.from_folder(tmp_path).dtype == dtype
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    assert ModelConfig.from_folder(tmp_path).dtype == torch.bfloat16, "what the config says counts"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / WEIGHTS).write_bytes(b"damaged")
+    assert ModelConfig.from_folder(tmp_path).dtype == torch.float32
+
+
 def test_yarn_extends_the_context() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
     config = tiny(rope_parameters=yarn, max_position_embeddings=40960)
@@ -180,7 +220,13 @@ def test_partial_rotation() -> None:
         ({"dual_chunk_attention_config": 1}, "'dual_chunk_attention_config'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "needs the key 'factor'"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "not understood: mrope_section"),
+        ({"rope_parameters": {"rope_type": "default", "short_factor": [1]}}, "not understood: 'short_factor' [1]"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2}}, "not understood: 'factor' 2"),
+        ({"rope_parameters": YARN | {"apply_yarn_scaling": False}}, "not understood: 'apply_yarn_scaling' False"),
+        ({"rope_parameters": YARN | {"extrapolation_factor": 2.0}}, "not understood: 'extrapolation_factor' 2.0"),
+        ({"rope_parameters": YARN | {"attn_factor": "1"}}, "'attn_factor' must be a positive number, not '1'"),
+        ({"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0, which asks for soft-capped logits"),
+        ({"residual_multiplier": 0.2}, "'residual_multiplier' is 0.2, which asks for scaled activations; only 1 is"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
         ({"rope_parameters": [1]}, "rope parameters must be an object, not [1]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -58,3 +59,42 @@ def test_old_name_of_the_type_key() -> None:
     parameters = {"rope_theta": 1e4, "factor": 2.0}
     old, new = {"type": "linear", **parameters}, {"rope_type": "linear", **parameters}
     assert rope_from_parameters(old, 64) == rope_from_parameters(new, 64)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"attention_factor": 0.5}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
+def test_attn_factor_multiplies(theirs: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    """As in YaRN's own code and in vLLM; some published checkpoints have it."""
+    usual = {**YARN, "rope_theta": 1e4, **theirs}
+    with caplog.at_level(logging.INFO):
+        found = rope_from_parameters({**usual, "attn_factor": 0.878}, 64)
+    assert found.attention_factor == pytest.approx(0.878 * rope_from_parameters(usual, 64).attention_factor)
+    assert "'attn_factor' 0.878" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"finetuned": True},
+        {"mrope_section": [16, 24, 24], "mrope_interleaved": False},
+        {"attn_factor": 1.0, "extrapolation_factor": 1, "apply_yarn_scaling": True},
+        {"original_max_position_embeddings": 128},
+        {"beta_fast": None, "short_factor": None},
+    ],
+    ids=str,
+)
+def test_keys_that_change_nothing_are_accepted(kind: str, idle: dict[str, Any]) -> None:
+    usual = {**LLAMA3, "factor": 8.0, "high_freq_factor": 4.0} if kind == "llama3" else {"factor": 2.0}
+    usual = {**(usual if kind != "default" else {}), "rope_type": kind, "rope_theta": 1e4}
+    assert rope_from_parameters({**usual, **idle}, 128) == rope_from_parameters(usual, 128)
+
+
+def test_names_of_plain_rotation() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    for other in (
+        {"type": "mrope"},
+        {"rope_type": "mrope"},
+        {"rope_type": "default", "type": "mrope"},
+        {"factor": 1.0},
+    ):
+        assert rope_from_parameters({"rope_theta": 1e4, **other}, 128) == rope_from_parameters(plain, 128)
