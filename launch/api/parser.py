@@ -25,6 +25,7 @@ from launch.api.body_rules import (
     plain_messages,
     refuse,
 )
+from launch.api.json_weight import too_heavy
 from launch.api.schema import (
     BatchLine,
     Body,
@@ -135,6 +136,8 @@ class RequestParser:
 
     def peek(self, number: int, data: bytes) -> Peeked:
         """Form and id of a line. A line of the simple form without an id gets one from its number."""
+        if (why := too_heavy(data)) is not None:
+            return Peeked(Form.SIMPLE, None, f"the line is too large: {why}")
         try:
             peek = self._decode_peek(data)
         except (ValueError, RecursionError) as error:

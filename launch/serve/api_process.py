@@ -27,7 +27,7 @@ from pathlib import Path
 import uvicorn
 
 from launch.serve.app import ServeApp
-from launch.serve.http_protocol import BoundedHeaders
+from launch.serve.http_protocol import BoundedHttp
 from launch.serve.metrics import Metrics
 from launch.serve.settings import ServerSettings, decoded
 from runtime.frontend.chat_template import ChatTemplate
@@ -59,16 +59,16 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     _end_with(os.getppid())
-    _allow_connections()
+    files = _allow_connections()
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(_serve(link, listener))
-    return int(uvloop.run(_serve(link, listener)))
+        return asyncio.run(_serve(link, listener, files))
+    return int(uvloop.run(_serve(link, listener, files)))
 
 
-def _allow_connections() -> None:
-    """As many open files as this process may have: each connection is one, and with none left even probes are reset."""
+def _allow_connections() -> int:
+    """As many open files as this process may have: each connection is one. Returns how many that are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -82,9 +82,10 @@ def _allow_connections() -> None:
             hard,
             _FEW_CONNECTIONS,
         )
+    return _CONNECTIONS if soft == resource.RLIM_INFINITY else soft
 
 
-async def _serve(link: socket.socket, listener: socket.socket) -> int:
+async def _serve(link: socket.socket, listener: socket.socket, files: int) -> int:
     loop = asyncio.get_running_loop()
     came: asyncio.Future[bytes] = loop.create_future()
     over = asyncio.Event()
@@ -102,7 +103,7 @@ async def _serve(link: socket.socket, listener: socket.socket) -> int:
         return 1  # rank 0 ended before it said anything
     metrics = Metrics(Path(settings.metrics), settings.index)
     app = ServeApp(settings, engine, metrics, *_texts(settings))
-    server = _Server(_config(app, settings))
+    server = _Server(_config(app, settings, files))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     saving = asyncio.ensure_future(_save_now_and_then(metrics))
     ending = asyncio.ensure_future(over.wait())
@@ -131,10 +132,10 @@ def chat_template(model: str, file: str | None) -> ChatTemplate | None:
     return ChatTemplate.from_file(file, model)
 
 
-def _config(app: ServeApp, settings: ServerSettings) -> uvicorn.Config:
+def _config(app: ServeApp, settings: ServerSettings, files: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=BoundedHeaders.within(settings.header_seconds),
+        http=BoundedHttp.within(settings.header_seconds, settings.body_seconds, files),
         ws="none",
         lifespan="off",
         log_config=None,

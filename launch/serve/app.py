@@ -31,6 +31,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from launch.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
 from launch.serve.errors import ApiError, bad_request, unavailable
 from launch.serve.generation import Generation
+from launch.serve.http_protocol import CROWDED
+from launch.serve.incoming import Incoming
 from launch.serve.metrics import Metrics
 from launch.serve.requests import Asked, RequestBuilder
 from launch.serve.settings import ServerSettings
@@ -39,19 +41,16 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import RequestError, check_ids_exist
-from runtime.number_text import is_whole_number
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/load", "/"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LONG_BODY = 16 << 10  # bytes from which a body is decoded and tokenised in a thread: streams go on meanwhile
-_LONG_AT_ONCE = 2  # of these: each takes memory many times its own
 _UNKNOWN = "unknown"  # the handler of a path that no route has: clients must not invent labels
 
 log = logging.getLogger("lockstride.api")
 
 _Answer = Response | EventStream
-_Read = TypeVar("_Read")
+_Made = TypeVar("_Made")
 
 
 class ServeApp:
@@ -75,8 +74,7 @@ class ServeApp:
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
         self._page = (files("launch.serve") / "page.html").read_bytes()
         self.in_flight = 0  # HTTP requests, probes aside
-        self._in_turn = asyncio.Lock()
-        self._threads = asyncio.Semaphore(_LONG_AT_ONCE)
+        self._incoming = Incoming(settings.max_body_bytes, settings.max_bodies_bytes, settings.retry_after)
 
         def route(path: str, handler: Callable[[Request], Awaitable[_Answer]], *methods: str) -> Route:
             return Route(path, handler, methods=list(methods or ("GET",)))
@@ -162,8 +160,15 @@ class ServeApp:
             await failed.response()(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Raises ApiError 401 without a key that is one of ours. Takes as long for every wrong key."""
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        """Raises ApiError 401 without a key that is one of ours. Takes as long for every wrong key.
+
+        And 503 on a connection that is there for probes alone.
+        """
+        if scope["path"] in OPEN_PATHS:
+            return
+        if CROWDED in scope.get("state", ()):
+            raise self._rejected("too many connections", "too_many_connections")
+        if not self._keys or scope["method"] == "OPTIONS":
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, token = given.partition(b" ")
@@ -182,25 +187,16 @@ class ServeApp:
     async def _chat_completions(self, request: Request) -> _Answer:
         return await self._generate(request, "chatcmpl", self._asked_chat)
 
-    def _asked_completion(self, data: bytes) -> Asked:
+    def _asked_completion(self, data: bytearray) -> Asked:
         return self._requests().completion(decode(data, CompletionBody))
 
-    def _asked_chat(self, data: bytes) -> Asked:
+    def _asked_chat(self, data: bytearray) -> Asked:
         return self._requests().chat(decode(data, ChatBody))
 
-    async def _generate(self, request: Request, prefix: str, read: Callable[[bytes], Asked]) -> _Answer:
+    async def _generate(self, request: Request, prefix: str, read: Callable[[bytearray], Asked]) -> _Answer:
         arrived_at = time.monotonic()
         self._refuse_unless_serving()
-        data = await self._body(request)
-        if len(data) >= _LONG_BODY:
-            asked = await self._in_thread(request, read, data)
-        else:
-            waits = self._in_turn.locked()
-            async with self._in_turn:  # a thousand that come at once hold nobody else up: least of all probes
-                if waits and await request.is_disconnected():
-                    raise ClientDisconnect  # it left while it waited: whoever comes faster than this serves pays less
-                asked = read(data)
-                await asyncio.sleep(0)
+        asked = await self._take(request, read)
         stats, waiting = self.engine.stats, len(asked.sequences)
         if stats is not None and stats.full and waiting:
             raise self._rejected("queue full: too many requests wait already", "queue_full")
@@ -208,13 +204,10 @@ class ServeApp:
         generation = Generation(asked, self.engine, self.settings, self.metrics, self._tokenizer, answer_id, arrived_at)
         return await generation.respond(request)
 
-    async def _in_thread(self, request: Request, read: Callable[[bytes], _Read], data: bytes) -> _Read:
-        """``read(data)`` beside the event loop, when it is its turn. Raises ClientDisconnect for who left meanwhile."""
-        waits = self._threads.locked()
-        async with self._threads:
-            if waits and await request.is_disconnected():
-                raise ClientDisconnect
-            return await asyncio.to_thread(read, data)
+    async def _take(self, request: Request, use: Callable[[bytearray], _Made]) -> _Made:
+        """``use`` of the request's body. Clients are told apart by their keys, else by their addresses."""
+        name = request.headers.get("authorization") if self._keys else request.client and request.client.host
+        return await self._incoming.take(request, name, use)
 
     def _requests(self) -> RequestBuilder:
         """Raises ApiError 503 while the engine loads."""
@@ -236,20 +229,6 @@ class ServeApp:
         """Of a request to generate, at the door; counted."""
         self.metrics.rejected(code)
         return unavailable(message, code, self.settings.retry_after if retry_after is None else retry_after)
-
-    async def _body(self, request: Request) -> bytes:
-        """Raises ApiError 413 as soon as it is known to be too long."""
-        most = self.settings.max_body_bytes
-        declared = request.headers.get("content-length", "0")
-        if is_whole_number(declared) and int(declared[:20]) > most:
-            raise _too_long(most)
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise _too_long(most)
-            parts.append(part)
-        return b"".join(parts)
 
     # ---- models and tokens ----
 
@@ -275,9 +254,7 @@ class ServeApp:
         return _json(self._card(name))
 
     async def _tokenize(self, request: Request) -> Response:
-        data = await self._body(request)
-
-        def tokens(data: bytes) -> bytes:
+        def tokens(data: bytearray) -> bytes:
             body = decode(data, TokenizeBody)
             ids = self._requests().tokens(body)
             strings = None
@@ -288,12 +265,10 @@ class ServeApp:
             row = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
             return msgspec.json.encode(row)
 
-        return _json_bytes(tokens(data) if len(data) < _LONG_BODY else await self._in_thread(request, tokens, data))
+        return _json_bytes(await self._take(request, tokens))
 
     async def _detokenize(self, request: Request) -> Response:
-        data = await self._body(request)
-
-        def prompt(data: bytes) -> bytes:
+        def prompt(data: bytearray) -> bytes:
             body = decode(data, DetokenizeBody)
             self._requests().model_name(body.model)
             tokenizer, ready = self._tokenizer, self.engine.ready
@@ -305,7 +280,7 @@ class ServeApp:
                 raise bad_request(str(error), "tokens") from None
             return msgspec.json.encode({"prompt": tokenizer.decode_with_special_tokens(body.tokens)})
 
-        return _json_bytes(prompt(data) if len(data) < _LONG_BODY else await self._in_thread(request, prompt, data))
+        return _json_bytes(await self._take(request, prompt))
 
     async def _tokenizer_info(self, request: Request) -> Response:
         path = Path(self.settings.model) / "tokenizer_config.json"
@@ -385,10 +360,6 @@ def _unwell(trouble: str) -> Response:
     return Response(
         msgspec.json.encode({"status": "unavailable", "reason": trouble}), 503, media_type="application/json"
     )
-
-
-def _too_long(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes (--max-body-bytes)", code="request_too_large")
 
 
 def _of_http(error: HTTPException) -> Response:

@@ -18,14 +18,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from launch.api.body_rules import REFUSED, Neutral, refuse
+from launch.api.json_weight import too_heavy
 from launch.api.schema import ChatFields, CompletionFields, Tool
 from launch.serve.errors import bad_request, undecodable
 from runtime.frontend.validation import RequestError, checked_text, is_unicode
 
 _SHOWN = 40  # characters of a field's name
 _LONG = 64 << 10  # bytes of a body of which no field is named
-_HALF_OF_A_PAIR = re.compile(  # an escape (behind an even number of backslashes) that is not beside its other half
-    rb"(?i)(?<!\\)(?:\\\\)*(?:\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f])"
+_SLICE = 1 << 20  # bytes of it that are searched at once
+_PAIR = 12  # bytes of a pair of escapes
+_HALF_OF_A_PAIR = re.compile(  # an escape that has no other half next to it, where no backslash is escaped
+    rb"(?i)\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]"
 )
 _Typed = TypeVar("_Typed")
 
@@ -63,8 +66,10 @@ class DetokenizeBody(msgspec.Struct):
     model: str | None = None
 
 
-def decode(data: bytes, kind: type[_Typed]) -> _Typed:
+def decode(data: bytes | bytearray, kind: type[_Typed]) -> _Typed:
     """The body. Raises ApiError 400, naming the field where one is to blame."""
+    if (why := too_heavy(data)) is not None:
+        raise bad_request(f"the body is too large: {why}")
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -73,20 +78,23 @@ def decode(data: bytes, kind: type[_Typed]) -> _Typed:
         raise undecodable(error) from None
 
 
-def _refuse_surrogates(data: bytes) -> None:
+def _refuse_surrogates(data: bytes | bytearray) -> None:
     """Raises ApiError for a text that has half of a surrogate pair, of which msgspec says that the body is cut off."""
     if rb"\ud" not in data.lower():
         return
     if len(data) > _LONG:  # json.loads would stop every stream of this process while it reads
-        if _HALF_OF_A_PAIR.search(data) is not None:
-            raise bad_request("the body is no Unicode text: it has half of a surrogate pair")
+        plain = data.replace(rb"\\", b"")
+        for at in range(0, len(plain), _SLICE):  # between them other threads run
+            found = _HALF_OF_A_PAIR.search(plain, at, at + _SLICE + _PAIR)
+            if found is not None and found.start() < at + _SLICE:
+                raise bad_request("the body is no Unicode text: it has half of a surrogate pair")
         return
     try:
-        found = _half_of_a_pair(json.loads(data))
+        wrong = _half_of_a_pair(json.loads(data))
     except (ValueError, RecursionError):
         return
-    if found is not None:
-        path, kind, text = found
+    if wrong is not None:
+        path, kind, text = wrong
         path = path.lstrip(".")
         try:
             checked_text(kind + (path or "the body"), text)

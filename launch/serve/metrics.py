@@ -68,7 +68,7 @@ COUNTERS: Final[dict[str, str]] = {
     "vllm:generation_tokens": "Tokens generated.",
 }
 _REASONS: Final = ("stop", "length", "abort", "error", "repetition")
-_REJECTIONS: Final = ("queue_full", "shutting_down", "loading", "engine_lost", "invalid")
+_REJECTIONS: Final = ("queue_full", "shutting_down", "loading", "engine_lost", "too_many_connections", "invalid")
 _LABELLED: Final = {  # engine counters by label: the label's name
     "chain_breaks": "reason",
     "finished": "reason",

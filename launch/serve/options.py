@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.engine_options import WARMED, add_engine_options
-from launch.serve.settings import MAX_BODY_BYTES, ToolParser
+from launch.serve.settings import MAX_BODIES_BYTES, MAX_BODY_BYTES, ToolParser
 from launch.values import at_least_one, bounded, integer, number
 from runtime.config import EngineConfig
 
@@ -37,12 +37,14 @@ class ServeOptions:
     tool_call_parser: ToolParser
     max_queued_requests: int
     max_body_bytes: int
+    max_bodies_bytes: int
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
     generation_config: Literal["auto", "none"]
     timeout_keep_alive: int
+    timeout_body: float
     sse_comment_seconds: float
     drain_seconds: float
     address_file: Path | None
@@ -117,6 +119,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
            at_least_one, 4096)  # fmt: skip
     option("--max-body-bytes", "longest body of a request; longer ones are refused with 413", "bytes",
            bounded(integer, 1, 1 << 30), MAX_BODY_BYTES)  # fmt: skip
+    option("--max-bodies-bytes", "all bodies not decoded yet; beyond, the largest is refused with 503", "bytes",
+           at_least_one, MAX_BODIES_BYTES)  # fmt: skip
     silent = "default for requests without one: "
     option("--max-tokens", silent + "maximum number of output tokens", "tokens", at_least_one, None,
            "16; chats: what fits")  # fmt: skip
@@ -131,6 +135,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "generation_config.json, none the API's defaults (default: auto) [word]",
     )
     option("--timeout-keep-alive", "an idle connection is kept for so long", "seconds", at_least_one, 120)
+    option("--timeout-body", "a body that is not whole after so long is cut off with 408", "seconds",
+           bounded(number, 1), 60.0)  # fmt: skip
     option("--sse-comment-seconds", "send a comment after so long a silence in a stream; some clients break on them",
            "seconds", bounded(number, 0), 0.0, "0: never")  # fmt: skip
     option("--drain-seconds", "after SIGTERM or SIGINT, time for running requests to finish", "seconds",

@@ -13,6 +13,7 @@ import msgspec
 from runtime.schedule.request import SamplingParams
 
 MAX_BODY_BYTES: Final = 32 << 20
+MAX_BODIES_BYTES: Final = 256 << 20
 ToolParser = Literal["hermes", "none"]
 
 
@@ -35,9 +36,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     max_body_bytes: int = MAX_BODY_BYTES
+    max_bodies_bytes: int = MAX_BODIES_BYTES  # of this process
     max_queued: int = 2**31  # answers that may wait at once
     keep_alive: int = 120
     header_seconds: float = 30.0
+    body_seconds: float = 60.0
     comment_seconds: float = 0.0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -30,8 +30,9 @@ HAND_WRITTEN: list[tuple[bytes, str]] = [
     (b'{"id": "x", "prompt": "\xff\xfe"}', "UTF-8"),
     (b'{"id": "\xc3\x28", "prompt": "a"}', "UTF-8"),
     (b"\x00\x01\x02", "malformed"),
-    (b'{"id": "x", "prompt": "a", "deep": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
-    (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+    (b'{"id": "x", "prompt": "a", "deep": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "nested too deeply"),
+    (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "nested too deeply"),
+    (b'{"id": "x", "prompt": "a", "deep": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "it has too many values"),
     # ids
     (simple(id=""), "id has 0 characters"),
     (simple(id="y" * 600), "id has 600 characters"),

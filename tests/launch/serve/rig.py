@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from launch.serve.app import ServeApp
-from launch.serve.http_protocol import BoundedHeaders
+from launch.serve.http_protocol import BoundedHttp
 from launch.serve.metrics import Metrics
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig
@@ -218,11 +218,9 @@ async def served(
 
 
 @asynccontextmanager
-async def listening(client: Client) -> AsyncIterator[int]:
+async def listening(client: Client, limits: type[BoundedHttp] = BoundedHttp) -> AsyncIterator[int]:
     """The application behind HTTP on a port of this machine, in this event loop."""
-    config = uvicorn.Config(
-        client.app, http=BoundedHeaders.within(30.0), ws="none", lifespan="off", log_config=None, access_log=False
-    )
+    config = uvicorn.Config(client.app, http=limits, ws="none", lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -537,7 +537,7 @@ def test_what_is_wrong_before_a_surrogate_is_told_first() -> None:
         for data, words in (
             (rb'{"prompt": 1, "user": "\ud800"}', "prompt: Expected"),
             (rb'{"prompt": "\ud800"', "the body is no JSON"),
-            (rb'{"prompt": "a", "user": ' + b"[" * 200_000 + rb'"\ud800"', "the body is nested too deeply"),
+            (rb'{"prompt": "a", "user": ' + b"[" * 60_000 + rb'"\ud800"', "the body is nested too deeply"),
         ):
             reply = await client.post("/v1/completions", data)
             assert (reply.status, reply.error["message"][: len(words)]) == (400, words)
@@ -660,10 +660,10 @@ def test_a_client_that_offers_http_2_is_served_in_http_1() -> None:
 def test_few_long_bodies_are_read_at_once_and_none_of_who_has_left() -> None:
     async def body(client: Client) -> None:
         asked = json.dumps({"prompt": [5] * 8, "max_tokens": 1, "seed": 1, "user": "x" * (20 << 10)}).encode()
-        gone, threads = asyncio.Event(), client.app._threads
-        async with threads, threads:
+        gone, turns = asyncio.Event(), client.app._incoming.medium
+        async with turns.of("somebody"):
             waits = [asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone)) for _ in range(2)]
-            await client.until(lambda: len(threads._waiters or ()) == 2)
+            await client.until(lambda: [len(futures) for futures in turns.waiting.values()] == [2])
             gone.set()
         assert [(await one).status for one in waits] == [0, 0], "nobody reads an answer"
         assert not client.fake.added
@@ -1196,9 +1196,9 @@ def test_a_client_that_left_while_it_waited_for_its_turn_costs_the_engine_nothin
     async def body(client: Client) -> None:
         asked = json.dumps({"prompt": PROMPT, "max_tokens": 4, "seed": 1}).encode()
         gone = asyncio.Event()
-        async with client.app._in_turn:
+        async with client.app._incoming.on_loop.of("somebody"):
             waits = asyncio.ensure_future(client.call("POST", "/v1/completions", asked, {}, gone))
-            await client.until(lambda: bool(client.app._in_turn._waiters))
+            await client.until(lambda: bool(client.app._incoming.on_loop.waiting))
             gone.set()
         reply = await waits
         assert reply.status == 0, "nobody reads an answer"
