@@ -5,6 +5,7 @@ Knows: which command is which function, and which errors are the user's. Does no
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parse(sys.argv[1:] if arguments is None else arguments)
     _log_as(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0")
     settle_home()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model's answer may have characters that a terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _main(command)
     except KeyboardInterrupt:  # where nothing has begun that would end in its own way: imports, loading, benches

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from launch.api.schema import ChatFields
-from runtime.frontend.validation import RequestError
+from launch.api.schema import ChatFields, CompletionFields
+from runtime.frontend.validation import MAX_CHOICES, RequestError
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
+MAX_SEQUENCES: Final = 1024  # of one request: prompts x n
 # Each table: field -> the values, null and absence aside, that change nothing.
 Neutral = Mapping[str, tuple[Any, ...]]
 REFUSED: Final[Neutral] = {
@@ -90,6 +92,45 @@ def refuse(body: object, lacking: Neutral, why: str = "this engine does not have
         raise RequestError(
             f"{name} is not supported as {_shown(value)}: {_WHY.get(name, why)}; leave it out{or_send}", name
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``text``: as it was given, or as the chat template wrote it; None where token ids were given."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+def prompts_of(body: CompletionFields) -> list[str | list[int]]:
+    """A text, texts, ids, or lists of ids: one entry a prompt."""
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and all(isinstance(part, int) for part in given)):
+        return [given]
+    if not given:
+        raise RequestError("the prompt is empty: give at least one", "prompt")
+    if any(isinstance(part, int) for part in given):
+        raise RequestError("the prompt mixes token ids with texts or lists", "prompt")
+    n = 1 if body.n is None else body.n
+    if len(given) * max(1, min(n, MAX_CHOICES)) > MAX_SEQUENCES:  # before they are tokenised
+        raise RequestError(
+            f"{len(given)} prompts with n {n} are more than {MAX_SEQUENCES} answers of one request: send several",
+            "n" if n > MAX_CHOICES else "prompt",
+        )
+    return list(given)
+
+
+def score_prompts(body: CompletionFields) -> bool:
+    """Asks for log-probabilities of prompts where they are echoed, among those of answers. Whether that is all that is
+    asked for (max_tokens 0): the one token that is generated all the same is not shown."""
+    if body.echo and body.prompt_logprobs is None:
+        body.prompt_logprobs = body.logprobs
+    if body.max_tokens != 0:
+        return False
+    if not body.echo:
+        raise RequestError("max_tokens is 0, but must be at least 1 unless echo is true", "max_tokens")
+    body.max_tokens = 1
+    return True
 
 
 def chat_logprobs(body: ChatFields) -> int | None:

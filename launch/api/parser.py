@@ -20,10 +20,13 @@ from launch.api.body_rules import (
     SERVED_ONLY_CHATS,
     SERVED_ONLY_COMPLETIONS,
     Neutral,
+    Prompt,
     as_sent,
     chat_logprobs,
     plain_messages,
+    prompts_of,
     refuse,
+    score_prompts,
 )
 from launch.api.json_weight import too_heavy
 from launch.api.schema import (
@@ -69,20 +72,25 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A checked request: every field is legal for the model, the seed is set, max_tokens fits behind the prompt.
+    """A checked request: every field is legal for the model, the seed is set, max_tokens fits the shortest prompt.
 
-    ``echo``: the answer's row begins with the prompt (completions only).
+    Of completions only: several ``prompts``; ``echo``: each answer begins with its prompt; ``hidden``: prompts are only
+    to be scored, and what is generated is not shown.
     """
 
     line: int
     id: LineId
     form: Form
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     priority: int = 0
     model: str | None = None
     echo: bool = False
+    hidden: bool = False
+
+    @property
+    def answers(self) -> int:
+        return len(self.prompts) * self.sampling.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +177,20 @@ class RequestParser:
         prompts = [prompt for prompt in (line.prompt, line.prompt_token_ids) if prompt is not None]
         if len(prompts) != 1:
             raise RequestError(f"the line has {len(prompts)} of prompt and prompt_token_ids, but must have one")
-        ids = self._encode(prompts[0])
-        sampling = self._sampling(line, line_id, line.max_tokens, COMPLETION_MAX_TOKENS, line.logprobs, ids)
-        return PreparedRequest(number, line_id, Form.SIMPLE, line.prompt, ids, sampling, _priority(line))
+        prompt = self._prompt(prompts[0])
+        sampling = self._sampling(line, line_id, line.max_tokens, COMPLETION_MAX_TOKENS, line.logprobs, prompt)
+        return PreparedRequest(number, line_id, Form.SIMPLE, (prompt,), sampling, _priority(line))
 
     def _batch(self, number: int, line_id: LineId, line: BatchLine) -> PreparedRequest:
         if Form(line.url) is Form.CHAT:
             return self._chat_request(number, line_id, _decode(line.body, ChatBody))
         body = _decode(line.body, CompletionBody)
         _refuse_unsupported(body, REFUSED, served_only=SERVED_ONLY_COMPLETIONS)
-        ids, echo = self._encode(body.prompt), bool(body.echo)
-        if echo and body.prompt_logprobs is None:
-            body.prompt_logprobs = body.logprobs  # the prompt's tokens stand among the answer's
-        sampling = self._sampling(body, line_id, body.max_tokens, COMPLETION_MAX_TOKENS, body.logprobs, ids)
-        prompt = body.prompt if isinstance(body.prompt, str) else None
-        form, priority = Form.COMPLETION, _priority(body)
-        return PreparedRequest(number, line_id, form, prompt, ids, sampling, priority, self._name(body), echo)
+        hidden = score_prompts(body)
+        prompts = tuple(map(self._prompt, prompts_of(body)))
+        sampling = self._sampling(body, line_id, body.max_tokens, COMPLETION_MAX_TOKENS, body.logprobs, *prompts)
+        form, priority, echo = Form.COMPLETION, _priority(body), bool(body.echo)
+        return PreparedRequest(number, line_id, form, prompts, sampling, priority, self._name(body), echo, hidden)
 
     def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
         if body.tool_choice == "none":
@@ -193,29 +199,28 @@ class RequestParser:
         if self._chat is None:
             raise RequestError("the model folder has no chat template: add chat_template.jinja, or send a prompt")
         logprobs = chat_logprobs(body)
-        prompt = self._chat.render(plain_messages(body.messages, strict=True), body.chat_template_kwargs)
-        ids = self._encode(prompt, add_special_tokens=False)  # the template wrote them
+        text = self._chat.render(plain_messages(body.messages, strict=True), body.chat_template_kwargs)
+        prompt = self._prompt(text, add_special_tokens=False)  # the template wrote them
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         try:
-            sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, ids)
+            sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, prompt)
         except RequestError as error:
             raise as_sent(error, body) from None
-        return PreparedRequest(number, line_id, Form.CHAT, prompt, ids, sampling, _priority(body), self._name(body))
+        return PreparedRequest(number, line_id, Form.CHAT, (prompt,), sampling, _priority(body), self._name(body))
 
     def _name(self, body: Body) -> str | None:
         return self._model_name if body.model is None else body.model
 
-    def _encode(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def _prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> Prompt:
         if isinstance(prompt, list):
             ids = tuple(prompt)
-        elif not prompt:
-            raise RequestError("the prompt is empty: give at least one character")
         elif self._tokenizer is None:
             raise RequestError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
         else:
             most = self._model.max_model_len
             ids = tuple(prompt_ids(self._tokenizer, prompt, most, add_special_tokens=add_special_tokens))
-        return checked_prompt(ids, self._model.vocab_size, self._model.max_model_len)
+        ids = checked_prompt(ids, self._model.vocab_size, self._model.max_model_len)
+        return Prompt(prompt if isinstance(prompt, str) else None, ids)
 
     def _sampling(
         self,
@@ -224,7 +229,7 @@ class RequestParser:
         asked: int | None,
         otherwise: int,
         logprobs: int | None,
-        prompt: tuple[int, ...],
+        *prompts: Prompt,
     ) -> SamplingParams:
         """Checked parameters; ``asked`` max_tokens, else the run's default, else ``otherwise``, cut to what fits."""
         default = otherwise if self._max_tokens is None else self._max_tokens
@@ -239,7 +244,7 @@ class RequestParser:
             raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")
         if sampling.seed is None:
             sampling = replace(sampling, seed=drawn_seed(self._base_seed, line_id))
-        return fitted(sampling, len(prompt), self._model)
+        return fitted(sampling, min(len(prompt.token_ids) for prompt in prompts), self._model)
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[_Typed]) -> _Typed:

@@ -13,6 +13,8 @@ Errors         {"id", "error": {"line", "code", "message"}}; in the OpenAI form 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -20,31 +22,41 @@ import msgspec
 
 from launch.api import response_logprobs
 from launch.api.parser import BadLine, Form, LineId, PreparedRequest
-from runtime.frontend.outputs import Completion, RequestOutput, Timing
+from launch.api.response_logprobs import TokenPlaces
+from runtime.frontend.outputs import Completion, RequestOutput
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
 Row = dict[str, Any]
 
 
-def answer_row(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None, created: int) -> bytes:
-    """The row of a request that ended; an error row if one of its answers did not end by stop or length.
+def answer_row(
+    request: PreparedRequest, outputs: Sequence[RequestOutput], tokenizer: Tokenizer | None, created: int
+) -> bytes:
+    """The row of a request that ended, of one output a prompt; an error row if one of its answers did not end by stop
+    or length.
 
     ``created``: seconds since the epoch, which the OpenAI form carries.
     """
-    failed = output.failed
+    failed = next((output.failed for output in outputs if output.failed is not None), None)
     if failed is not None:
         code = "rejected" if failed.finish_reason is FinishReason.REJECTED else "engine_error"
         message = failed.detail or f"the request ended with {failed.finish_reason.label}"
         return error_row(BadLine(request.line, request.id, request.form, code, message))
     if request.form is Form.SIMPLE:
-        return _line(_simple(request, output))
-    body = _chat_body(output, tokenizer) if request.form is Form.CHAT else _completion_body(request, output, tokenizer)
+        return _line(_simple(request, *outputs))
+    if request.hidden:
+        outputs = [_unsaid(output) for output in outputs]
+    if request.form is Form.CHAT:
+        body = _chat_body(outputs[0], tokenizer)
+    else:
+        choices = [choice for output in outputs for choice in _completion_choices(request, output, tokenizer)]
+        body = {"choices": [{**choice, "index": index} for index, choice in enumerate(choices)]}
     digest = _digest(request.id)
     kind = "chat.completion" if request.form is Form.CHAT else "text_completion"
     prefix = "chatcmpl-" if request.form is Form.CHAT else "cmpl-"
     body = {"id": prefix + digest, "object": kind, "created": created, "model": request.model, **body}
-    body |= {"usage": _usage(output), "timing": _timing(output.timing)}
+    body |= {"usage": _usage(*outputs), "timing": _timing(*outputs)}
     return _line(_envelope(request.id, 200, body, None))
 
 
@@ -97,14 +109,34 @@ def _envelope(line_id: LineId | None, status: int, body: Row, error: Row | None)
     return {"id": f"batch_req_{digest}", "custom_id": line_id, "response": response, "error": error}
 
 
-def _usage(output: RequestOutput) -> Row:
-    prompt, generated = len(output.prompt_token_ids), output.generated_tokens
+def _unsaid(output: RequestOutput) -> RequestOutput:
+    """Without its answers, for a request that only scores its prompts."""
+
+    def unsaid(c: Completion) -> Completion:
+        logprobs = None if c.logprobs is None else ()
+        return replace(c, text="", token_ids=(), logprobs=logprobs, finish_reason=FinishReason.LENGTH)
+
+    return replace(output, completions=tuple(map(unsaid, output.completions)))
+
+
+def _usage(*outputs: RequestOutput) -> Row:
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(output.generated_tokens for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def _timing(timing: Timing) -> Row:
-    """Seconds, to the microsecond."""
-    values = {"queued": timing.queued, "ttft": timing.ttft, "tpot": timing.tpot, "e2e": timing.e2e}
+def _timing(*outputs: RequestOutput) -> Row:
+    """Seconds, to the microsecond. Of several prompts: until the first of them is queued or has a token, the mean of
+    their tpot, and until the last of them ends."""
+    every = [output.timing for output in outputs]
+    ttft = [timing.ttft for timing in every if timing.ttft is not None]
+    tpot = [timing.tpot for timing in every if timing.tpot is not None]
+    values = {
+        "queued": min(timing.queued for timing in every),
+        "ttft": min(ttft, default=None),
+        "tpot": sum(tpot) / len(tpot) if tpot else None,
+        "e2e": max(timing.e2e for timing in every),
+    }
     return {name: None if value is None else round(value, 6) for name, value in values.items()}
 
 
@@ -117,7 +149,7 @@ def _simple(request: PreparedRequest, output: RequestOutput) -> Row:
         row["choices"] = [{"index": i, **answer} for i, answer in enumerate(answers)]
     if output.prompt_logprobs is not None:
         row["prompt_logprobs"] = response_logprobs.simple(output.prompt_logprobs)
-    return row | {"usage": _usage(output), "timing": _timing(output.timing)}
+    return row | {"usage": _usage(output), "timing": _timing(output)}
 
 
 def _simple_answer(completion: Completion) -> Row:
@@ -149,7 +181,7 @@ def _speculation(completion: Completion) -> Row:
     return {"speculation": {"rounds": completion.rounds, "accepted_tokens": completion.accepted}}
 
 
-def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
+def _completion_choices(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> list[Row]:
     """With ``echo`` every choice begins with the prompt; its token_ids are the answer's all the same."""
     echoed = _prompt_text(output, tokenizer) if request.echo else ""
     before: tuple[response_logprobs.Placed, ...] = ()
@@ -159,12 +191,15 @@ def _completion_body(request: PreparedRequest, output: RequestOutput, tokenizer:
     for completion in output.completions:
         choice = {**_choice(completion), "text": echoed + completion.text, "logprobs": None}
         if completion.logprobs is not None:
-            placed = *before, *((entry.token_id, entry) for entry in completion.logprobs)
-            choice["logprobs"] = response_logprobs.of_completion(placed, tokenizer)
+            if before:
+                choice["logprobs"] = response_logprobs.of_completion(before, TokenPlaces(tokenizer))
+            said = [(entry.token_id, entry) for entry in completion.logprobs]
+            places = TokenPlaces(tokenizer, output.prompt_token_ids, len(echoed))
+            choice["logprobs"] = response_logprobs.of_completion(said, places, choice["logprobs"])
         if output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = response_logprobs.of_prompt(output.prompt_logprobs, tokenizer)
         choices.append(choice)
-    return {"choices": choices}
+    return choices
 
 
 def _prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
@@ -178,7 +213,8 @@ def _chat_body(output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
     for completion in output.completions:
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = {"content": [response_logprobs.of_chat(entry, tokenizer) for entry in completion.logprobs]}
+            places = TokenPlaces(tokenizer, output.prompt_token_ids)
+            logprobs = {"content": response_logprobs.of_chat(completion.logprobs, places)}
         message = {"role": "assistant", "content": completion.text}
         choices.append({**_choice(completion), "message": message, "logprobs": logprobs})
     if output.prompt_logprobs is None:

@@ -1,12 +1,13 @@
 """Log-probabilities in the words of each form: Lockstride's own, OpenAI's completions and chats, vLLM's prompts.
 
-Knows: field names, and how a single token is shown. Does not know: the rest of a row (response.py).
+Knows: field names, how a single token is shown, where it stands in a text. Does not know: the rest of a row
+(response.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import codecs
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from runtime.frontend.outputs import TokenLogprob
@@ -16,9 +17,48 @@ Row = dict[str, Any]
 Placed = tuple[int, TokenLogprob | None]  # a token and its entry, if it has one
 
 
+class TokenPlaces:
+    """Text, bytes and place of an answer's tokens, while they come, after a prompt that ends with ``context``.
+
+    ``at``: characters of the text so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, context: Sequence[int] = (), at: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.at = at
+        self._context = context
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._begun = False  # there is text
+        self._run = bytearray()  # of tokens that are one byte each: a text only as a whole
+
+    def push(self, token_id: int) -> tuple[str, bytes, int]:
+        """Of the next token. All bytes put together are the text's UTF-8; parts of a character have its place."""
+        tokenizer, begin = self.tokenizer, self.at
+        if tokenizer is None:
+            return "", b"", begin
+        own = tokenizer.own_bytes(token_id)
+        if token_id in tokenizer.byte_ids:
+            begin += len(self._run.decode("utf-8", "ignore"))
+            self._run += own
+            self._begun = True
+            return tokenizer.own_text(token_id), own, begin
+        if own and not self._begun:  # a text's first token may lose its space
+            self._begun = True
+            if not tokenizer.context_free:
+                own = tokenizer.decode([token_id], self._context).encode()
+        if own and self._run:
+            whole = self._run.decode("utf-8", "ignore")
+            self.at += len(whole) if whole.encode() == self._run else len(self._run)
+            self._run.clear()
+            begin = self.at
+        fresh, text = self._decode(own), own.decode("utf-8", "replace")
+        self.at += len(fresh)
+        return text, own, self.at - len(text) if fresh.endswith(text) else begin
+
+
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token on its own; special tokens and those without a text of their own are shown by number."""
-    return (tokenizer.decode([token_id]) if tokenizer is not None else "") or f"<token {token_id}>"
+    return (tokenizer.own_text(token_id) if tokenizer is not None else "") or f"<token {token_id}>"
 
 
 def simple(entries: Sequence[TokenLogprob | None]) -> list[Row | None]:
@@ -31,18 +71,19 @@ def simple(entries: Sequence[TokenLogprob | None]) -> list[Row | None]:
     ]
 
 
-def of_completion(placed: Sequence[Placed], tokenizer: Tokenizer | None) -> Row:
-    """``logprobs`` of an OpenAI completion: columns. With ``echo`` the prompt's tokens come first, then the answer's.
+def of_completion(placed: Iterable[Placed], places: TokenPlaces, before: Row | None = None) -> Row:
+    """``logprobs`` of an OpenAI completion: columns, added to those of ``before`` (with ``echo``, the prompt's).
 
     As there and in vLLM, a token's own value stands among ``top_logprobs`` even where it is not among the likeliest.
     """
-    texts = [token_text(token, tokenizer) for token, _ in placed]
-    return {
-        "tokens": texts,
-        "token_logprobs": [None if entry is None else entry.logprob for _, entry in placed],
-        "top_logprobs": [None if entry is None else _by_text(entry, tokenizer) for _, entry in placed],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
-    }
+    row: Row = before or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, entry in placed:
+        text, _, offset = places.push(token)
+        row["tokens"].append(text or f"<token {token}>")
+        row["token_logprobs"].append(None if entry is None else entry.logprob)
+        row["top_logprobs"].append(None if entry is None else _by_text(entry, places.tokenizer))
+        row["text_offset"].append(offset)
+    return row
 
 
 def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
@@ -53,17 +94,20 @@ def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, floa
     return shown
 
 
-def of_chat(entry: TokenLogprob, tokenizer: Tokenizer | None) -> Row:
-    """One token of ``logprobs.content`` of an OpenAI chat."""
+def of_chat(entries: Iterable[TokenLogprob], places: TokenPlaces) -> list[Row]:
+    """``logprobs.content`` of an OpenAI chat."""
+    tokenizer = places.tokenizer
 
-    def shown(token_id: int, logprob: float) -> Row:
-        text = token_text(token_id, tokenizer)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def alternative(token_id: int, logprob: float) -> Row:
+        own = b"" if tokenizer is None else tokenizer.own_bytes(token_id)
+        return {"token": token_text(token_id, tokenizer), "logprob": logprob, "bytes": list(own)}
 
-    return {
-        **shown(entry.token_id, entry.logprob),
-        "top_logprobs": [shown(token_id, value) for token_id, value in entry.top],
-    }
+    rows = []
+    for entry in entries:
+        text, own, _ = places.push(entry.token_id)
+        row = {"token": text or f"<token {entry.token_id}>", "logprob": entry.logprob, "bytes": list(own)}
+        rows.append({**row, "top_logprobs": [alternative(token, value) for token, value in entry.top]})
+    return rows
 
 
 def of_prompt(

@@ -99,11 +99,12 @@ class Body(SamplingFields, kw_only=True):
 
 
 class CompletionFields(Body, kw_only=True):
-    """Of `/v1/completions`, but for the prompt.
+    """Of `/v1/completions`: one prompt or several, each as text or as token ids.
 
     ``echo`` puts the prompt before the answer, in the text and, where ``logprobs`` are asked for, in those.
     """
 
+    prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: Any = None  # refused unless at its default
@@ -152,9 +153,7 @@ class ChatFields(Body, kw_only=True):
 
 
 class CompletionBody(CompletionFields, kw_only=True):
-    """Body of a `/v1/completions` line: one prompt, as text or as token ids."""
-
-    prompt: str | list[int]
+    """Body of a `/v1/completions` line."""
 
 
 class ChatBody(ChatFields, kw_only=True):

@@ -147,9 +147,9 @@ def jsonl_prompts(
         for item in itertools.islice(read_requests(stream, parser, FinishedRows(), _MAX_LINE_BYTES), count):
             if isinstance(item, BadLine):
                 raise BenchError(f"{path}, line {item.line}: {item.message}")
-            if item.sampling.n > 1 or item.sampling.stop:
-                raise BenchError(f"{path}, line {item.line}: n > 1 and stop strings are not measured: leave them out")
-            prompts.append(PromptRequest(item.prompt_token_ids, item.sampling, priority=item.priority))
+            if item.answers > 1 or item.sampling.stop:
+                raise BenchError(f"{path}, line {item.line}: n > 1, several prompts and stop strings are not measured")
+            prompts.append(PromptRequest(item.prompts[0].token_ids, item.sampling, priority=item.priority))
     return _enough(prompts, count, path)
 
 

@@ -136,6 +136,8 @@ class _Conversation:
             options: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
             if self._command.stop:
                 options["stop"] = self._command.stop
+            if self._template is not None:
+                options["add_special_tokens"] = False  # the template writes them
             self._session = self._client.start(text, max_tokens=most, quantum=quantum, keep=True, text=True, **options)
         else:
             self._session.extend(text, max_tokens=most, quantum=quantum)

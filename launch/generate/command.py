@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import combinations
 from pathlib import Path
@@ -170,12 +170,10 @@ def load_texts(model: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     return Tokenizer.from_folder(model), ChatTemplate.from_folder(model)
 
 
-def readable(shown: Mapping[LineId, RequestOutput | None], tokenizer: Tokenizer | None) -> str:
+def readable(shown: Mapping[LineId, Sequence[RequestOutput]], tokenizer: Tokenizer | None) -> str:
     """The first answers for a person to read: prompt and text as one, under a line with the id."""
     pieces = []
-    for line_id, output in shown.items():
-        if output is None:
-            continue
+    for line_id, output in ((line_id, output) for line_id, outputs in shown.items() for output in outputs):
         prompt = output.prompt
         if prompt is None:
             prompt = tokenizer.decode(output.prompt_token_ids) if tokenizer is not None else ""

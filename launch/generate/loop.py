@@ -43,14 +43,16 @@ class BatchRun:
         show: int = 0,
     ) -> None:
         self.summary = Summary()
-        self.shown: dict[LineId, RequestOutput | None] = {}
+        self.shown: dict[LineId, list[RequestOutput]] = {}
         self._client = client
         self._source = source
         self._results = results
         self._interrupts = interrupts
         self._drain_seconds = drain_seconds
         self._show = show
-        self._running: dict[Hashable, PreparedRequest] = {}
+        self._running: dict[
+            Hashable, tuple[PreparedRequest, dict[Hashable, RequestOutput]]
+        ] = {}  # by key, a prompt each
         self._held: Arrival | None = None  # read, but there is no room for it yet
 
     def run(self, progress: Progress | None = None) -> None:
@@ -89,39 +91,46 @@ class BatchRun:
             read_at, item = arrival
             if isinstance(item, BadLine):
                 self._fail(item)
-            elif not self._client.has_room(item.sampling.n):  # it waits here, where stopping costs less
+            elif not self._client.has_room(item.answers):  # it waits here, where stopping costs less
                 self._held = arrival
                 return
             else:
                 self._add(item, read_at)
 
     def _add(self, prepared: PreparedRequest, read_at: float) -> None:
-        self._client.submit(
-            PromptRequest(
-                prepared.prompt_token_ids,
-                prepared.sampling,
-                key=prepared.id,
-                priority=prepared.priority,
-                text=prepared.prompt,
-                arrived_at=read_at,
+        outputs: dict[Hashable, RequestOutput] = {}
+        for at, prompt in enumerate(prepared.prompts):
+            key = (prepared.id, at)
+            self._client.submit(
+                PromptRequest(
+                    prompt.token_ids,
+                    prepared.sampling,
+                    key=key,
+                    priority=prepared.priority,
+                    text=prompt.text,
+                    arrived_at=read_at,
+                )
             )
-        )
-        self._running[prepared.id] = prepared
+            self._running[key] = prepared, outputs
         if len(self.shown) < self._show:
-            self.shown[prepared.id] = None
+            self.shown[prepared.id] = []
 
     def _finish(self, output: RequestOutput) -> None:
-        prepared = self._running.pop(output.key)
-        if any(completion.finish_reason is FinishReason.CANCELLED for completion in output.completions):
+        prepared, outputs = self._running.pop(output.key)
+        outputs[output.key] = output
+        if len(outputs) < len(prepared.prompts):
+            return
+        ordered = [outputs[prepared.id, at] for at in range(len(outputs))]
+        if any(c.finish_reason is FinishReason.CANCELLED for output in ordered for c in output.completions):
             self.summary.unfinished += 1  # only we cancel, to end soon: no row, so that a later run does it
             return
-        self._results.write(answer_row(prepared, output, self._client.tokenizer, int(time.time())))
-        if output.failed is None:
-            self.summary.add(output)
+        self._results.write(answer_row(prepared, ordered, self._client.tokenizer, int(time.time())))
+        if all(output.failed is None for output in ordered):
+            self.summary.add(*ordered)
         else:
             self.summary.failed += 1
         if prepared.id in self.shown:
-            self.shown[prepared.id] = output
+            self.shown[prepared.id] = ordered
 
     def _fail(self, bad: BadLine) -> None:
         self._results.write(error_row(bad))
@@ -134,7 +143,7 @@ class BatchRun:
         self._step_until(began + self._drain_seconds)
         self._client.cancel_all()
         self._step_until(time.monotonic() + _HURRIED_SECONDS, even_in_a_hurry=True)
-        self.summary.unfinished += len(self._running)
+        self.summary.unfinished += len({prepared.id for prepared, _ in self._running.values()})
 
     def _step_until(self, deadline: float, *, even_in_a_hurry: bool = False) -> None:
         while self._client.live and time.monotonic() < deadline:

@@ -54,15 +54,16 @@ class Summary:
         self._ttft = array("d")
         self._tpot = array("d")
 
-    def add(self, output: RequestOutput) -> None:
-        """Count a request that ended with an answer."""
+    def add(self, *outputs: RequestOutput) -> None:
+        """Count a request that ended with an answer, of one output a prompt."""
         self.finished += 1
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.generated_tokens += output.generated_tokens
-        if output.timing.ttft is not None:
-            self._ttft.append(output.timing.ttft)
-        if output.timing.tpot is not None:
-            self._tpot.append(output.timing.tpot)
+        for output in outputs:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.generated_tokens += output.generated_tokens
+            if output.timing.ttft is not None:
+                self._ttft.append(output.timing.ttft)
+            if output.timing.tpot is not None:
+                self._tpot.append(output.timing.tpot)
 
     def stop_clock(self) -> None:
         self._seconds = time.perf_counter() - self._started

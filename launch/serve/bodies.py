@@ -34,9 +34,7 @@ _Typed = TypeVar("_Typed")
 
 
 class CompletionBody(CompletionFields, kw_only=True, forbid_unknown_fields=False):
-    """Of /v1/completions: one prompt or several, each as text or as token ids."""
-
-    prompt: str | list[str | int | list[int]]
+    """Of /v1/completions."""
 
 
 class ChatBody(ChatFields, kw_only=True, forbid_unknown_fields=False):

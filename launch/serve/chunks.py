@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from launch.api import response_logprobs
+from launch.api.response_logprobs import TokenPlaces
 from launch.serve.requests import Asked
 from launch.serve.tools import Delta, merged
 from runtime.frontend.answer import Answer, Piece
@@ -34,7 +35,7 @@ class ChunkWriter:
         self._asked = asked
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
-        self._offset: dict[int, int] = {}
+        self._places: dict[int, TokenPlaces] = {}
         kind = "chat.completion.chunk" if asked.chat else "text_completion"
         head = {"id": answer_id, "object": kind, "created": created, "model": asked.model}
         self._head = _json(head)[:-1] + b',"choices":['
@@ -91,20 +92,17 @@ class ChunkWriter:
             self._begun.add(index)
             return text
         self._begun.add(index)
-        shown = prompt_text(self._asked, index, self._tokenizer)
-        self._offset[index] = len(shown)
-        return shown + text
+        return prompt_text(self._asked, index, self._tokenizer) + text
 
     def _logprobs(self, index: int, piece: Piece) -> Row | None:
         if piece.logprob is None:
             return None
-        entry = _finite(piece.logprob)
+        entry, places = _finite(piece.logprob), self._places.get(index)
+        if places is None:
+            places = self._places[index] = TokenPlaces(self._tokenizer, self._asked.prompt_of(index).token_ids)
         if self._asked.chat:
-            return {"content": [response_logprobs.of_chat(entry, self._tokenizer)]}
-        row = response_logprobs.of_completion([(piece.token_id, entry)], self._tokenizer)
-        at = self._offset.get(index, 0)
-        self._offset[index] = at + len(row["tokens"][0])
-        return {**row, "text_offset": [at]}
+            return {"content": response_logprobs.of_chat([entry], places)}
+        return response_logprobs.of_completion([(piece.token_id, entry)], places)
 
 
 def usage_of(asked: Asked, answers: list[Answer]) -> Row:
@@ -114,9 +112,11 @@ def usage_of(asked: Asked, answers: list[Answer]) -> Row:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def finish_reason(answer: Answer, called: bool) -> str:
+def finish_reason(asked: Asked, answer: Answer, called: bool) -> str:
     """OpenAI's word for how an answer ended."""
     assert answer.reason is not None
+    if asked.hidden:  # of the prompt alone, nothing was to be generated
+        return FinishReason.LENGTH.label
     if called and answer.reason is FinishReason.STOP:
         return "tool_calls"
     return answer.reason.label
@@ -178,12 +178,13 @@ def _chat_choice(
     logprobs = None
     if asked.sampling.logprobs is not None:
         entries = [piece.logprob for piece in pieces if piece.logprob is not None]
-        logprobs = {"content": [response_logprobs.of_chat(_finite(entry), tokenizer) for entry in entries]}
+        places = TokenPlaces(tokenizer, asked.prompt_of(index).token_ids)
+        logprobs = {"content": response_logprobs.of_chat(map(_finite, entries), places)}
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": finish_reason(answer, bool(calls)),
+        "finish_reason": finish_reason(asked, answer, bool(calls)),
     }
 
 
@@ -196,17 +197,17 @@ def _completion_choice(
     tokenizer: Tokenizer | None,
 ) -> Row:
     text = "" if asked.hidden else answer.text
-    if asked.echo:
-        text = prompt_text(asked, index, tokenizer) + text
+    prompt = asked.prompt_of(index).token_ids
+    shown = prompt_text(asked, index, tokenizer) if asked.echo else ""
     logprobs = None
     if asked.sampling.logprobs is not None:
-        placed: list[response_logprobs.Placed] = []
         if asked.echo:
-            placed += zip(asked.prompt_of(index).token_ids, scores, strict=False)
-        if not asked.hidden:
-            placed += [(p.token_id, None if p.logprob is None else _finite(p.logprob)) for p in pieces]
-        logprobs = response_logprobs.of_completion(placed, tokenizer)
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(answer, False)}
+            logprobs = response_logprobs.of_completion(zip(prompt, scores, strict=False), TokenPlaces(tokenizer))
+        said = [(p.token_id, None if p.logprob is None else _finite(p.logprob)) for p in pieces]
+        places = TokenPlaces(tokenizer, prompt, len(shown))
+        logprobs = response_logprobs.of_completion([] if asked.hidden else said, places, logprobs)
+    return {"index": index, "text": shown + text, "logprobs": logprobs,
+            "finish_reason": finish_reason(asked, answer, False)}  # fmt: skip
 
 
 def _prompt_scores(answer: Answer) -> tuple[TokenLogprob | None, ...]:

@@ -183,7 +183,7 @@ class Generation:
         ended = answer.reason is not None
         usage = usage_of(self._asked, self._answers) if self._asked.continuous_usage else None
         if self._asked.hidden:
-            pieces = [Piece(-1, "", None) for _ in pieces]
+            pieces, rest = [Piece(-1, "", None) for _ in pieces], ""
         chunks = []
         for at, piece in enumerate(pieces):
             last = ended and at == len(pieces) - 1
@@ -205,7 +205,7 @@ class Generation:
 
     def _reason(self, index: int) -> str:
         called = bool(self._tools) and self._tools[index].calls > 0
-        return finish_reason(self._answers[index], called)
+        return finish_reason(self._asked, self._answers[index], called)
 
 
 class _Stopwatch:

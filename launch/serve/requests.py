@@ -13,7 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.api.body_rules import REFUSED_IN_CHATS, Neutral, as_sent, chat_logprobs, plain_messages
+from launch.api.body_rules import (
+    REFUSED_IN_CHATS,
+    Neutral,
+    Prompt,
+    as_sent,
+    chat_logprobs,
+    plain_messages,
+    prompts_of,
+    score_prompts,
+)
 from launch.api.parser import COMPLETION_MAX_TOKENS
 from launch.api.schema import Body, Tool, sampling_params
 from launch.serve.bodies import ChatBody, CompletionBody, TokenizeBody, refuse_unsupported
@@ -26,7 +35,6 @@ from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import (
-    MAX_CHOICES,
     RequestError,
     checked_priority,
     checked_prompt,
@@ -35,18 +43,9 @@ from runtime.frontend.validation import (
 )
 from runtime.schedule.request import SamplingParams
 
-MAX_SEQUENCES = 1024  # of one HTTP request: prompts x n
 _CUT_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
 _CUT_CHARACTERS = 1 << 20
 _RANDOM = random.SystemRandom()
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """``text``: as it was given, or as the chat template wrote it; None where token ids were given."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +94,19 @@ class RequestBuilder:
     def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError."""
         name = self._common(body)
-        echo, hidden = bool(body.echo), body.max_tokens == 0
-        if hidden:
-            if not echo:
-                raise bad_request("max_tokens is 0, but must be at least 1 unless echo is true", "max_tokens")
-            body.max_tokens = 1
-        if echo and body.prompt_logprobs is None:
-            body.prompt_logprobs = body.logprobs  # the prompt's tokens stand among the answer's
-            scored = False
-        else:
-            scored = body.prompt_logprobs is not None
+        scored = body.prompt_logprobs is not None
+        try:
+            hidden = score_prompts(body)
+        except RequestError as error:
+            raise bad_request(str(error), error.field) from None
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
         prompts = self._prompts(body)
         asked = COMPLETION_MAX_TOKENS if self._settings.max_tokens is None else self._settings.max_tokens
         return self._asked(
-            body, name, prompts, body.max_tokens, asked, body.logprobs, False, echo=echo, hidden=hidden, scored=scored
-        )
+            body, name, prompts, body.max_tokens, asked, body.logprobs, False, echo=bool(body.echo), hidden=hidden,
+            scored=scored,
+        )  # fmt: skip
 
     def chat(self, body: ChatBody) -> Asked:
         """Raises ApiError."""
@@ -151,9 +146,8 @@ class RequestBuilder:
             variables = dict(body.chat_template_kwargs or {})
             answers = body.add_generation_prompt is not False
             text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
-            return self._encoded(text, "messages", bool(body.add_special_tokens), may_be_empty=True, cut=True)
-        adds = body.add_special_tokens is not False
-        return self._encoded(body.prompt or "", "prompt", adds, may_be_empty=True, cut=True)
+            return self._encoded(text, "messages", bool(body.add_special_tokens), cut=True)
+        return self._encoded(body.prompt or "", "prompt", body.add_special_tokens is not False, cut=True)
 
     def model_name(self, asked: str | None) -> str:
         """The name that the answer carries. Raises ApiError 404 for one that is not served."""
@@ -177,25 +171,12 @@ class RequestBuilder:
         return name
 
     def _prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
-        """A text, texts, ids, or lists of ids."""
-        given = body.prompt
-        each: list[Any]
-        if isinstance(given, str) or (given and all(isinstance(part, int) for part in given)):
-            each = [given]
-        else:
-            each = list(given)
-        if not each:
-            raise bad_request("the prompt is empty: give at least one", "prompt")
-        n = 1 if body.n is None else body.n
-        if len(each) * max(1, min(n, MAX_CHOICES)) > MAX_SEQUENCES:  # before they are tokenised
-            raise bad_request(
-                f"{len(each)} prompts with n {n} are more than {MAX_SEQUENCES} answers of one request: send several",
-                "n" if n > MAX_CHOICES else "prompt",
-            )
+        try:
+            each = prompts_of(body)
+        except RequestError as error:
+            raise bad_request(str(error), error.field) from None
         prompts = []
         for one in each:
-            if isinstance(one, int):
-                raise bad_request("the prompt mixes token ids with texts or lists", "prompt")
             if isinstance(one, str):
                 cut = body.truncate_prompt_tokens is not None
                 ids = self._encoded(one, "prompt", body.add_special_tokens is not False, cut=cut)
@@ -206,14 +187,10 @@ class RequestBuilder:
             prompts.append(Prompt(one if isinstance(one, str) and whole else None, fitting))
         return tuple(prompts)
 
-    def _encoded(
-        self, text: str, param: str, add_special_tokens: bool, *, may_be_empty: bool = False, cut: bool = False
-    ) -> tuple[int, ...]:
+    def _encoded(self, text: str, param: str, add_special_tokens: bool, *, cut: bool = False) -> tuple[int, ...]:
         """``param``: what the text was made from. ``cut``: it may have more tokens than fit."""
         if self._tokenizer is None:
             raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", param)
-        if not text and not may_be_empty:
-            raise bad_request("the prompt is empty: give at least one character", param)
         most = self._ready.max_model_len
         limits = (max(4 * most, _CUT_TOKENS), max(WIDEST_TOKEN * most, _CUT_CHARACTERS)) if cut else (most,)
         try:

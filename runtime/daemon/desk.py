@@ -37,7 +37,7 @@ from runtime.schedule.request import FinishReason, Request, SamplingParams
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _MOST_SAID = 4096  # characters of why a line is not carried out
-_NOT_SAMPLING = ("keep", "text", "priority", "stop_ids")
+_NOT_SAMPLING = ("keep", "text", "priority", "stop_ids", "add_special_tokens")
 
 
 class Read(NamedTuple):
@@ -124,7 +124,8 @@ class Desk:
             command = parse(text, self._model.max_model_len)
             request = command.request or 0
             if isinstance(command.prompt, str):
-                command = replace(command, prompt=self._token_ids(command.prompt))
+                begins = command.verb == "START" and command.options.get("add_special_tokens", True)
+                command = replace(command, prompt=self._token_ids(command.prompt, begins))
         except (BadLine, RequestError) as error:
             return Read(request, None, str(error))
         return Read(request, command)
@@ -719,10 +720,11 @@ class Desk:
             return next(iter(connection.sessions.values()))
         return self._session(connection, command.request)
 
-    def _token_ids(self, text: str) -> tuple[int, ...]:
+    def _token_ids(self, text: str, begins: bool) -> tuple[int, ...]:
+        """``begins``: a session begins with it, with BOS where the tokenizer adds one to a text."""
         if self._tokenizer is None:
             raise BadLine("the prompt is a text, but the model folder has no tokenizer: give [token, ids]")
-        return tuple(prompt_ids(self._tokenizer, text, self._model.max_model_len))
+        return tuple(prompt_ids(self._tokenizer, text, self._model.max_model_len, add_special_tokens=begins))
 
 
 def _ids_of(command: Command) -> tuple[int, ...]:

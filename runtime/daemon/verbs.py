@@ -177,6 +177,7 @@ OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "stop_ids": (_ids, "JSON, [token, ...]: in addition to the model's own end ids"),
     "logprobs": (integer_from, "LOGPROBS frames with the top N alternatives of each token"),
     "priority": (integer_from, "lower runs earlier"),
+    "add_special_tokens": (_flag, "0: no BOS before the text, as for one that a chat template wrote"),
 }
 
 

@@ -36,7 +36,6 @@ from runtime.frontend.validation import (
     checked_priority,
     checked_prompt,
     checked_sampling,
-    checked_text,
     fitted,
     stop_ids_of,
 )
@@ -149,8 +148,6 @@ class EngineClient:
     def _encode(self, text: str) -> Sequence[int]:
         if self.tokenizer is None:
             raise RequestError("the prompt is a text, but there is no tokenizer (tokenizer.json): give token ids")
-        if not checked_text("the prompt", text):
-            raise RequestError("the prompt is empty: give at least one character")
         return prompt_ids(self.tokenizer, text, self._model.max_model_len)
 
     def submit(self, request: PromptRequest | PreparedPrompt) -> Hashable:

@@ -39,18 +39,20 @@ class Tokenizer:
         # A byte-level decoder joins bytes and nothing else. Others look at what comes before: they strip the first
         # space of a text, and a run of <0xNN> tokens is a character or rubbish only as a whole.
         self.context_free = kinds == {"ByteLevel"}
-        self.byte_ids: frozenset[int] = frozenset()
+        self.byte_ids: dict[int, int] = {}  # of tokens that are one byte each: that byte
         if "ByteFallback" in kinds:
-            ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-            self.byte_ids = frozenset(i for i in ids if i is not None)
+            ids = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+            self.byte_ids = {i: byte for i, byte in ids if i is not None}
         self._pieces: dict[int, bytes] = {}
+        self._own_texts: dict[int, str] = {}
+        self._before: Sequence[int] | None = None  # plain text, after which a token keeps its space
         # Characters of a token, at most; None where one that is unknown may stand for any number of them.
         self.longest: int | None = None
         if kinds & {"ByteLevel", "ByteFallback"}:
             self.longest = max(map(len, backend.get_vocab()), default=1)
         # Special tokens have no text, and what stands around them is decoded as if it stood together.
         added = backend.get_added_tokens_decoder()
-        self.silent_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.silent_ids = {i: token.content for i, token in added.items() if token.special}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -109,6 +111,22 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str:
         """A token as the vocabulary writes it, which may not be text; nothing for an id that it has not."""
         return self._backend.id_to_token(token_id) or ""
+
+    def own_text(self, token_id: int) -> str:
+        """A token's text after other text, with its space; with U+FFFD where it is a part of a character."""
+        text = self._own_texts.get(token_id)
+        if text is None:
+            if self._before is None:
+                self._before = () if self.context_free else self.encode("a", add_special_tokens=False)
+            text = self._own_texts[token_id] = self.decode([token_id], self._before)
+        return text
+
+    def own_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the UTF-8 of a text; nothing for a special one."""
+        if self.context_free:
+            return self.piece(token_id)
+        byte = self.byte_ids.get(token_id)
+        return self.own_text(token_id).encode() if byte is None else bytes([byte])
 
     def piece(self, token_id: int) -> bytes:
         """What a token adds to a text's bytes, of a tokenizer that is ``context_free``; nothing for a special one."""
@@ -234,28 +252,47 @@ class StopMatcher:
         self._longest = max(map(len, self.stops), default=1) - 1  # characters that may have to be held back
         self._firsts = frozenset(stop[0] for stop in self.stops)
         self._held = ""
+        self._open = 0  # characters of that within which no stop string may end
+        self._unseen: list[tuple[int, int]] = []  # parts of that which are not shown
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Append text; returns the part that may be shown. After a match nothing more is ever shown."""
+    def push(self, text: str, may_end: bool = True, unseen: bool = False) -> str:
+        """Append text; returns the part that may be shown. After a match nothing more is ever shown.
+
+        ``may_end``: a stop string may be complete in it, not only begin. ``unseen``: it is matched, but not shown.
+        """
         if self.matched is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
-            return text  # most pieces: no stop string can begin in it
+            return "" if unseen else text  # most pieces: no stop string can begin in it
+        if unseen:
+            self._unseen.append((len(self._held), len(self._held) + len(text)))
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, start, self.matched = min(found)
-            self._held = ""
-            return text[:start]
-        keep = len(text) - self._hold(text)
-        self._held = text[keep:]
-        return text[:keep]
+        if may_end:
+            found = [
+                (at + len(stop), at, stop)
+                for stop in self.stops
+                if (at := text.find(stop, max(0, self._open + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                _, start, self.matched = min(found)
+                shown, self._held = self._release(text, start), ""
+                return shown
+        else:
+            self._open = len(text)
+        return self._release(text, len(text) - self._hold(text))
 
     def flush(self) -> str:
         """No text follows: returns what was held."""
-        text, self._held = self._held, ""
-        return text
+        return self._release(self._held, len(self._held))
+
+    def _release(self, text: str, size: int) -> str:
+        """The seen part of the first ``size`` characters; the rest is held from now on."""
+        shown, self._held, self._open = text[:size], text[size:], max(0, self._open - size)
+        for begin, end in reversed(self._unseen):
+            shown = shown[:begin] + shown[end:]
+        self._unseen = [(max(0, begin - size), end - size) for begin, end in self._unseen if end > size]
+        return shown
 
     def _hold(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
@@ -269,16 +306,29 @@ class TextStream:
     """The text of one answer while its tokens arrive, ended by the first stop string.
 
     ``kept`` tokens belong to the answer: after a stop, those up to the one that completed the stop string, which is
-    where a serial engine would have ended. A stop string counts only in text of tokens after the first ``min_tokens``.
+    where a serial engine would have ended. A stop string counts where it ends in text of tokens after the first
+    ``min_tokens``. Special tokens are no text, but a stop string may name them; those that ``marks`` names are text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0, context: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        context: Sequence[int] = (),
+        marks: Sequence[str] = (),
     ) -> None:
         self._detokenizer = open_detokenizer(tokenizer, context)
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
+        self._marks = frozenset(marks)
+        self._names: dict[int, str] = {}  # special tokens that are looked at
+        if stop or marks:
+            named = {
+                i: name for i, name in tokenizer.silent_ids.items() if any(name in text for text in (*stop, *marks))
+            }
+            self._names = named
         self.kept = 0
 
     @property
@@ -297,9 +347,12 @@ class TextStream:
             return ""
         self.kept += 1
         text = self._detokenizer.push(token_id)
+        if text and matcher.stops:
+            text = matcher.push(text, self.kept > self._min_tokens)
+        if token_id in self._names:
+            name = self._names[token_id]
+            text += matcher.push(name, self.kept > self._min_tokens, name not in self._marks)
         if text:
-            if matcher.stops and self.kept > self._min_tokens:
-                text = matcher.push(text)
             self._pieces.append(text)
         return text
 
@@ -307,9 +360,7 @@ class TextStream:
         """No token follows; returns the rest that may be shown."""
         if self.stopped:
             return ""
-        text = self._detokenizer.flush()
-        if text and self.kept > self._min_tokens:
-            text = self._matcher.push(text)
+        text = self._matcher.push(self._detokenizer.flush(), self.kept > self._min_tokens)
         text += self._matcher.flush()
         self._pieces.append(text)
         return text

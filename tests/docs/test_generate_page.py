@@ -61,5 +61,5 @@ def test_every_code_is_explained() -> None:
     assert not isinstance(good, BadLine)
     for reason in (FinishReason.REJECTED, FinishReason.ERROR):
         ended = RequestOutput(1, "a", (5,), (Completion(0, "", (), reason, 1),), Timing(0, None, None, 1))
-        codes.add(msgspec.json.decode(answer_row(good, ended, None, 0))["error"]["code"])
+        codes.add(msgspec.json.decode(answer_row(good, [ended], None, 0))["error"]["code"])
     assert codes == set(re.findall(r"^\| `(\w+)` \|", PAGE.partition("\n## Error rows")[2], re.MULTILINE))

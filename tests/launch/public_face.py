@@ -31,6 +31,7 @@ import models.expert_load as expert_load
 import models.kernels.matmul.choice_table as choice_table
 import parallel.control.wire.frames as control_frames
 import runtime.daemon.frames as daemon_frames
+from launch.api.body_rules import Prompt
 from launch.api.parser import BadLine, Form, PreparedRequest
 from launch.api.response import answer_row, error_row
 from launch.api.schema import ChatBody, CompletionBody, SimpleLine
@@ -198,12 +199,12 @@ def _generate_rows() -> Iterator[tuple[str, set[str]]]:
     )
     prompt, asked = (1, 2), SamplingParams(max_tokens=1)
     for form in Form:
-        request = PreparedRequest(1, "a", form, "p", prompt, asked, model="m", echo=form is Form.COMPLETION)
+        request = PreparedRequest(1, "a", form, (Prompt("p", prompt),), asked, model="m", echo=form is Form.COMPLETION)
         several = (1, 2) if form is Form.SIMPLE else (1,)
         names: set[str] = set()
         for count in several:
             output = RequestOutput("a", "p", prompt, answers[:count], Timing(0, 1, 1, 2), (None, logprob))
-            names |= names_in(msgspec.json.decode(answer_row(request, output, None, 0)))
+            names |= names_in(msgspec.json.decode(answer_row(request, [output], None, 0)))
         yield f"generate output, {form.name.lower()}", names
         bad = BadLine(1, "a", form, "invalid_json", "m")
         yield f"generate error row, {form.name.lower()}", names_in(msgspec.json.decode(error_row(bad)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -108,3 +109,17 @@ def test_an_interrupt_before_anything_has_begun_is_one_line(
         assert entry.main(line) == 130
         assert capfd.readouterr().err == f"lockstride {line[0]}: interrupted\n"
         monkeypatch.undo()
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of models are printed by `generate --show` and `chat`."""
+    raw = io.BytesIO()
+
+    def answers(_: object) -> int:
+        print("5\u20ac", flush=True)
+        return 0
+
+    monkeypatch.setattr(entry, "_main", answers)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    assert entry.main(GENERATE) == 0
+    assert raw.getvalue() == b"5\\u20ac\n"

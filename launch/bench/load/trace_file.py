@@ -132,6 +132,6 @@ def _request(number: int, data: bytes, parser: RequestParser, where: str) -> Pro
     item = parser.parse(number, data, parser.peek(number, data))
     if isinstance(item, BadLine):
         raise BenchError(f"{where}: {item.message}")
-    if item.sampling.n > 1 or item.sampling.stop:
-        raise BenchError(f"{where}: n > 1 and stop strings are not measured: leave them out")
-    return PromptRequest(item.prompt_token_ids, item.sampling, priority=item.priority)
+    if item.answers > 1 or item.sampling.stop:
+        raise BenchError(f"{where}: n > 1, several prompts and stop strings are not measured")
+    return PromptRequest(item.prompts[0].token_ids, item.sampling, priority=item.priority)

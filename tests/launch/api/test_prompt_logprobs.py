@@ -123,7 +123,7 @@ def row(line: bytes, *, prompt: bool = True, logprobs: bool = True) -> Any:
     )
     scores = (None, TokenLogprob(second, -3.0, 4, ((THE[0], -0.5), (DOG[0], -1.0)))) if prompt else None
     output = RequestOutput("x", "ab", PROMPT, (completion,), Timing(0.0, 0.0, None, 0.0), scores)
-    return json.loads(answer_row(request, output, TOKENIZER, 0))
+    return json.loads(answer_row(request, [output], TOKENIZER, 0))
 
 
 def test_echo_puts_the_prompt_before_the_answer_in_text_and_columns() -> None:
@@ -151,7 +151,7 @@ def test_echo_of_token_ids_is_their_text() -> None:
     completion = Completion(0, "c", SAID, FinishReason.LENGTH, 7)
     output = RequestOutput("x", None, PROMPT, (completion,), Timing(0.0, 0.0, None, 0.0))
     for tokenizer, text in ((TOKENIZER, "abc"), (None, "c")):
-        (choice,) = json.loads(answer_row(request, output, tokenizer, 0))["response"]["body"]["choices"]
+        (choice,) = json.loads(answer_row(request, [output], tokenizer, 0))["response"]["body"]["choices"]
         assert choice["text"] == text
 
 

@@ -37,14 +37,14 @@ def test_a_simple_line() -> None:
     line = b'{"id": "a", "prompt": "the dog", "max_tokens": 5, "temperature": 0, "stop": ["x"], "seed": 3, "n": 2}'
     request = batches.prepared(line)
     ids = tuple(small_tokenizers.byte_level().encode("the dog"))
-    assert (request.line, request.id, request.form, request.prompt) == (1, "a", Form.SIMPLE, "the dog")
-    assert request.prompt_token_ids == ids
+    assert (request.line, request.id, request.form, request.prompts[0].text) == (1, "a", Form.SIMPLE, "the dog")
+    assert request.prompts[0].token_ids == ids
     assert request.sampling == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",), seed=3, n=2)
 
 
 def test_a_line_of_token_ids_without_an_id_is_named_after_its_number() -> None:
     request = batches.prepared(b'{"prompt_token_ids": [5, 6]}', number=7)
-    assert (request.id, request.prompt, request.prompt_token_ids) == ("line-7", None, (5, 6))
+    assert (request.id, request.prompts[0].text, request.prompts[0].token_ids) == ("line-7", None, (5, 6))
     assert request.sampling.max_tokens == 16
 
 
@@ -52,7 +52,7 @@ def test_a_completions_line() -> None:
     body = {"model": "m", "prompt": [5, 6, 7], "logprobs": 2, "stream": False, "user": "u", "top_p": None}
     line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}).encode()
     request = batches.prepared(line)
-    assert (request.form, request.model, request.prompt_token_ids) == (Form.COMPLETION, "m", (5, 6, 7))
+    assert (request.form, request.model, request.prompts[0].token_ids) == (Form.COMPLETION, "m", (5, 6, 7))
     assert (request.sampling.logprobs, request.sampling.top_p, request.sampling.max_tokens) == (2, 1.0, 16)
 
 
@@ -61,10 +61,10 @@ def test_a_chat_line_is_rendered_and_may_use_what_fits() -> None:
     body = {"messages": [{"role": "user", "content": parts}], "logprobs": True, "top_logprobs": 4}
     line = json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}).encode()
     request = batches.prepared(line)
-    assert request.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert request.sampling.max_tokens == 64 - len(request.prompt_token_ids)
+    assert request.prompts[0].text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert request.sampling.max_tokens == 64 - len(request.prompts[0].token_ids)
     assert request.sampling.logprobs == 4
-    assert request.prompt_token_ids[0] == 1, "special tokens of the template are single tokens"
+    assert request.prompts[0].token_ids[0] == 1, "special tokens of the template are single tokens"
 
 
 @pytest.mark.parametrize("made", [line_forms.batch, line_forms.chat])
@@ -113,7 +113,7 @@ def test_messages_are_those_that_serve_takes() -> None:
         {"role": "assistant", "tool_calls": [called], "content": ""},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    assert request.prompt == "".join(map(json.dumps, rendered))
+    assert request.prompts[0].text == "".join(map(json.dumps, rendered))
 
 
 def test_history_of_any_client_renders() -> None:
@@ -212,9 +212,9 @@ def test_no_bytes_can_raise(data: bytes) -> None:
 def test_whatever_the_fields_hold_a_request_that_passes_is_legal(fields: dict[str, Any]) -> None:
     for item in read(json.dumps(fields).encode()):
         if isinstance(item, PreparedRequest):
-            assert 1 <= len(item.prompt_token_ids) < 64
-            assert all(0 <= token < 360 for token in item.prompt_token_ids)
-            assert 1 <= item.sampling.max_tokens <= 64 - len(item.prompt_token_ids)
+            assert 1 <= len(item.prompts[0].token_ids) < 64
+            assert all(0 <= token < 360 for token in item.prompts[0].token_ids)
+            assert 1 <= item.sampling.max_tokens <= 64 - len(item.prompts[0].token_ids)
             assert item.sampling.seed is not None
 
 

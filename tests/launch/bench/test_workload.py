@@ -108,7 +108,7 @@ def test_jsonl_lines_are_those_of_generate(tmp_path: Path) -> None:
     assert (ids_of(ids), ids.sampling.max_tokens, stop_ids(ids)) == ((5, 6), 4, (2, 3, 9))
     assert (ids_of(text), text.sampling.max_tokens) == (tuple(byte_level().encode(QUESTION)), 11)
     assert stop_ids(free) == ()
-    with pytest.raises(BenchError, match=r"line 4: n > 1 and stop strings are not measured"):
+    with pytest.raises(BenchError, match=r"line 4: n > 1, several prompts and stop strings are not measured"):
         jsonl_prompts(path, byte_level(), None, 4, 11, MODEL, seed=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def good_lines(how_many: int, prefix: str = "r") -> list[bytes]:
         if i % 3 == 0:
             line: Row = {"id": name, "prompt": f"the dog {i}", **sampling}
         elif i % 3 == 1:
-            line = {"custom_id": name, "url": "/v1/completions", "body": {"prompt": f"fox {i}", **sampling}}
+            prompt = [f"fox {i}", "the"] if i % 6 == 4 else f"fox {i}"
+            line = {"custom_id": name, "url": "/v1/completions", "body": {"prompt": prompt, **sampling}}
         else:
             body = {"messages": [{"role": "user", "content": f"{i}"}], **sampling}
             line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -101,10 +103,10 @@ def generate(
 def expected_choices(prepared: PreparedRequest, model: FakeModel, tokenizer: Tokenizer) -> list[tuple[str, int, str]]:
     """(text, tokens, reason) of each answer, from a serial engine that looks at every token."""
     choices = []
-    for i in range(prepared.sampling.n):
+    for prompt, i in product(prepared.prompts, range(prepared.sampling.n)):
         sampling = replace(prepared.sampling, seed=(prepared.sampling.seed or 0) + i)
         stop_ids = stop_ids_of(sampling, model.eos_token_ids)
-        tokens, reason = serial_answer(Request(0, prepared.prompt_token_ids, sampling, stop_ids), model)
+        tokens, reason = serial_answer(Request(0, prompt.token_ids, sampling, stop_ids), model)
         shown = tokens[:-1] if reason.label == "stop" else tokens
         stream = TextStream(tokenizer, sampling.stop)
         for token in shown:

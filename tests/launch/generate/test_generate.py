@@ -83,6 +83,31 @@ def test_rows_of_the_three_forms(tmp_path: Path) -> None:
     assert chat["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
 
 
+def test_several_prompts_of_a_line_are_choices_of_one_row(tmp_path: Path) -> None:
+    """As over HTTP: choice p * n + i. Prompts that are only scored have no answer, and end by length."""
+    url = "/v1/completions"
+    bodies: dict[str, dict[str, Any]] = {
+        "two": {"prompt": ["the", [5, 6]], "n": 2, "max_tokens": 3, "echo": True, "seed": 1, "ignore_eos": True},
+        "scored": {"prompt": ["ab", "c"], "max_tokens": 0, "echo": True, "logprobs": 1},
+        **{f"alone{at}": {"prompt": prompt, "n": 2, "max_tokens": 3, "echo": True, "seed": 1, "ignore_eos": True}
+           for at, prompt in enumerate(["the", [5, 6]])},
+    }  # fmt: skip
+    write_input(tmp_path, [json.dumps({"custom_id": k, "url": url, "body": v}).encode() for k, v in bodies.items()])
+    code, output = generate(tmp_path, "--show", "1")
+    assert code == 0
+    found = {row["custom_id"]: row["response"]["body"] for row in rows_of(output)}
+    alone = [choice for at in (0, 1) for choice in found[f"alone{at}"]["choices"]]
+    assert found["two"]["choices"] == [{**choice, "index": at} for at, choice in enumerate(alone)]
+    tokens = small_tokenizers.byte_level().encode("the")
+    assert found["two"]["usage"] == {"prompt_tokens": len(tokens) + 2, "completion_tokens": 12,
+                                     "total_tokens": len(tokens) + 14}  # fmt: skip
+    scored = found["scored"]
+    assert [(c["index"], c["text"], c["token_ids"], c["finish_reason"]) for c in scored["choices"]] == [
+        (0, "ab", [], "length"), (1, "c", [], "length")]  # fmt: skip
+    assert scored["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert [choice["logprobs"]["tokens"] for choice in scored["choices"]] == [["a", "b"], ["c"]]
+
+
 def test_bad_lines_become_error_rows_and_change_nothing_for_the_others(tmp_path: Path) -> None:
     good = good_lines(20)
     write_input(tmp_path, good)
@@ -103,7 +128,7 @@ def test_bad_lines_become_error_rows_and_change_nothing_for_the_others(tmp_path:
 
 def test_a_request_that_the_engine_fails_or_refuses_is_an_error_row(tmp_path: Path) -> None:
     write_input(tmp_path, [b'{"id": "nan", "prompt": "a"}', b'{"id": "huge", "prompt": "b"}', *good_lines(3)])
-    first = {"nan": (batches.prepared(b'{"prompt": "a"}').prompt_token_ids), "huge": None}
+    first = {"nan": (batches.prepared(b'{"prompt": "a"}').prompts[0].token_ids), "huge": None}
 
     def fail(request: Request) -> bool:
         return tuple(request.prompt_token_ids) == first["nan"]
@@ -196,6 +221,7 @@ def test_a_signal_stops_admission_and_lets_what_has_begun_finish(tmp_path: Path,
     assert 0 < len(found) < 80
     assert found.items() <= expected.items(), "every row is a whole and right answer"
     begun = {tuple(request.prompt_token_ids) for request in engines[0].added}
+    begun.discard(tuple(small_tokenizers.byte_level().encode("the")))  # the second prompt of some lines
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert summary["finished"] == len(found)
     assert summary["finished"] + summary["unfinished"] == len(begun)

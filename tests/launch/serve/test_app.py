@@ -381,8 +381,13 @@ def test_a_text_without_characters_has_the_special_tokens_that_are_added(kind: s
         for fields, ids in (({}, begin), ({"add_special_tokens": False}, [])):
             reply = await client.post("/tokenize", {"prompt": "", **fields})
             assert (reply.status, reply.json["count"], reply.json["tokens"]) == (200, len(ids), ids)
-        refused = await client.post("/v1/completions", {"prompt": ""})
-        assert (refused.status, refused.error["param"]) == (400, "prompt")
+        asked = {"prompt": ["", "a"], "max_tokens": 1, "ignore_eos": True}
+        reply = await client.post("/v1/completions", asked)
+        if begin:
+            assert reply.json["usage"]["prompt_tokens"] == 1 + len(tokenizer.encode("a"))
+            reply = await client.post("/v1/completions", {**asked, "add_special_tokens": False})
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert reply.error["message"] == "the prompt is empty: give at least one token"
 
     run(body, tokenizer=tokenizer)
 
@@ -493,6 +498,11 @@ def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
         assert [choice["token_ids"] for choice in reply["choices"]] == [[]]
         chunks = (await client.post("/v1/completions", {**asked, "stream": True})).events[:-1]
         assert [chunk["choices"][0]["token_ids"] for _, chunk in chunks] == [[]]
+        said = (await client.post("/v1/completions", {**asked, "max_tokens": 1})).json["choices"][0]["token_ids"]
+        ended = {**asked, "stop_token_ids": said}
+        assert (await client.post("/v1/completions", ended)).json["choices"][0]["finish_reason"] == "length"
+        ((_, chunk), _) = (await client.post("/v1/completions", {**ended, "stream": True})).events
+        assert chunk["choices"][0]["finish_reason"] == "length", "it has no answer that could stop"
 
     run(body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import Kind
@@ -208,3 +209,39 @@ def test_a_fork_of_a_stopped_session_is_one_session(tokenizer: Tokenizer) -> Non
     other.say("SCHED_DRAIN")
     other.run_until_idle()
     assert [len(other.tokens(request)) for request in (1, 2, 3)] == [100] * 3
+
+
+@pytest.fixture(scope="module")
+def with_bos() -> Tokenizer:
+    """A token a word, with <s> before each text."""
+    words = {"<s>": 1, **{letter: 5 + at for at, letter in enumerate("abcdef")}}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(backend)
+
+
+def test_bos_begins_a_session_and_stands_nowhere_else_in_it(with_bos: Tokenizer) -> None:
+    """EXTEND of a session that was parked, forked, or ended by a stop string, and which the engine begins again."""
+    client = listener(with_bos)
+    assert client.ask('REQ 1 START "a b" 2 2 keep=1')["tokens"] == 3
+    client.run_until_idle()
+    client.ask("REQ 2 FORK 1")
+    client.run_until_idle()
+    for request, engine_id in ((1, 0), (2, 1)):
+        known = (1, 5, 6, *alone(0, (1, 5, 6), 2), 7, 8)
+        assert client.ask(f'REQ {request} EXTEND "c d" 3 3')["tokens"] == 2
+        client.run_until_idle()
+        assert tuple(client.tokens(request, 2)) == alone(engine_id, known, 3)
+    said = with_bos.decode(alone(2, (1, 5, 6), 9))
+    client.ask(f'REQ 3 START "a b" 9 9 keep=1 stop="{said.split()[0]}"')
+    client.run_until_idle()
+    assert client.of(3, Kind.DONE)[0].done[0] is FinishReason.STOP
+    assert client.ask('REQ 3 EXTEND "c d" 3 3')["tokens"] == 2
+
+
+def test_a_text_with_its_own_special_tokens_gets_no_others(with_bos: Tokenizer) -> None:
+    client = listener(with_bos)
+    assert client.ask('REQ 1 START "<s>a b" 2 2 add_special_tokens=0')["tokens"] == 3
+    assert client.ask('REQ 2 START "<s>a b" 2 2')["tokens"] == 4

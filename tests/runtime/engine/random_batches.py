@@ -235,11 +235,12 @@ def play(batch: Batch) -> tuple[dict[object, RequestOutput], dict[str, int | flo
 
 
 def _add(engine: Engine, assembler: OutputProcessor, prepared: PreparedRequest) -> list[int]:
+    (prompt,) = prepared.prompts
     request = assembler.open(
         prepared.id,
-        prepared.prompt_token_ids,
+        prompt.token_ids,
         prepared.sampling,
-        prompt=prepared.prompt,
+        prompt=prompt.text,
         eos_token_ids=(EOS,),
         priority=prepared.priority,
     )
@@ -301,7 +302,7 @@ def _check_beginning(seed: int, prepared: PreparedRequest, cut: Completion, whol
 def _row(prepared: PreparedRequest, output: RequestOutput) -> bytes:
     """As it is written down, but for times."""
     timeless = replace(output.timing, queued=0.0, ttft=None, tpot=None, e2e=0.0)
-    return answer_row(prepared, replace(output, timing=timeless), small_tokenizers.byte_level(), 0)
+    return answer_row(prepared, [replace(output, timing=timeless)], small_tokenizers.byte_level(), 0)
 
 
 def main() -> int:

@@ -203,9 +203,10 @@ def test_missing_and_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
 # ---- stop strings ----
 
 
-def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The plain meaning: look at ever longer beginnings of the text until one ends with a stop string."""
-    for end in range(1, len(text) + 1):
+def first_stop(text: str, stops: list[str], beyond: int = 0) -> tuple[str, str | None]:
+    """The plain meaning: look at ever longer beginnings of the text, of more characters than ``beyond``, until one ends
+    with a stop string."""
+    for end in range(beyond + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             longest = max(ending, key=len)
@@ -216,16 +217,31 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 @given(
     pieces=st.lists(st.text(alphabet="ab.", max_size=4), max_size=12),
     stops=st.lists(st.text(alphabet="ab.", min_size=1, max_size=4), max_size=3),
+    first=st.integers(0, 12),
 )
 @settings(few, max_examples=500)
-def test_stop_matching_does_not_depend_on_how_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+def test_stop_matching_does_not_depend_on_how_the_text_is_cut(pieces: list[str], stops: list[str], first: int) -> None:
+    """None ends in the ``first`` pieces; one that begins there may end after them, as in vLLM."""
     matcher = StopMatcher(stops)
-    visible, expected = "", first_stop("".join(pieces), stops)
-    for piece in pieces:
-        visible += matcher.push(piece)
+    visible, expected = "", first_stop("".join(pieces), stops, len("".join(pieces[:first])))
+    for at, piece in enumerate(pieces):
+        visible += matcher.push(piece, may_end=at >= first)
         assert expected[0].startswith(visible)
     visible += matcher.flush()
     assert (visible, matcher.matched) == expected
+
+
+@given(
+    pieces=st.lists(st.tuples(st.text(alphabet="ab<>", max_size=3), st.booleans()), max_size=12),
+    stops=st.lists(st.text(alphabet="ab<>", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@few
+def test_text_that_is_not_shown_is_matched_all_the_same(pieces: list[tuple[str, bool]], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push(text, unseen=unseen) for text, unseen in pieces) + matcher.flush()
+    until, matched = first_stop("".join(text for text, _ in pieces), stops)
+    seen = "".join("_" * len(text) if unseen else text for text, unseen in pieces)[: len(until)]
+    assert (shown, matcher.matched) == (seen.replace("_", ""), matched)
 
 
 def test_held_text_is_only_what_could_begin_a_stop() -> None:
@@ -275,3 +291,58 @@ def test_min_tokens_keep_a_stop_string_from_counting() -> None:
     stream = TextStream(tokenizer, ["."], min_tokens=2)
     assert "".join(map(stream.push, ids)) + stream.finish() == "x.y"
     assert stream.kept == 4
+
+
+def test_a_stop_string_may_straddle_the_end_of_min_tokens() -> None:
+    tokenizer = small_tokenizers.byte_level()
+    ids = [tokenizer.encode(letter)[0] for letter in "abHALTc"]
+    for min_tokens, expected in ((0, "ab"), (3, "ab"), (5, "ab"), (6, "abHALTc")):
+        stream = TextStream(tokenizer, ["HALT"], min_tokens)
+        shown = [stream.push(token) for token in ids]
+        assert "".join(shown) + stream.finish() == expected, min_tokens
+        assert shown[2] == "", "what may begin a stop string is held back among the first tokens, too"
+        assert stream.kept == (6 if expected == "ab" else 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_may_name_a_special_token(kind: Callable[[], Tokenizer]) -> None:
+    tokenizer = kind()
+    special, name = min(tokenizer.silent_ids.items())
+    ids = [
+        *tokenizer.encode("the", add_special_tokens=False),
+        special,
+        *tokenizer.encode("a", add_special_tokens=False),
+    ]
+    for stop, shown in (([name], "the"), (["x", f"he{name}"], "t"), ([f"{name}b"], None), ([name[:-1]], None)):
+        stream = TextStream(tokenizer, stop)
+        text = "".join(map(stream.push, ids)) + stream.finish()
+        assert text == (tokenizer.decode(ids) if shown is None else shown), stop
+        assert stream.stopped == (shown is not None)
+    late = TextStream(tokenizer, [name], min_tokens=len(ids))
+    assert "".join(map(late.push, ids)) + late.finish() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_are_text_by_their_name(kind: Callable[[], Tokenizer]) -> None:
+    tokenizer = kind()
+    (first, name), (second, _) = sorted(tokenizer.silent_ids.items())[:2]
+    the = tokenizer.encode("the", add_special_tokens=False)
+    ids = [*the, first, *the, second, *the]
+    plain = tokenizer.decode(ids)
+    shown = TextStream(tokenizer, ["never"], marks=[name])
+    after = plain[len(tokenizer.decode(the)) :]
+    assert "".join(map(shown.push, ids)) + shown.finish() == f"the{name}{after}"
+    stopped = TextStream(tokenizer, [f"e{name}"], marks=[name])
+    assert "".join(map(stopped.push, ids)) + stopped.finish() == "th"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_s_own_text_and_bytes(kind: Callable[[], Tokenizer]) -> None:
+    tokenizer = kind()
+    for token in range(tokenizer.vocab_size):
+        own, text = tokenizer.own_bytes(token), tokenizer.own_text(token)
+        assert own.decode("utf-8", "replace") == text
+        assert token not in tokenizer.silent_ids or not own
+    ids = tokenizer.encode(" the 世界", add_special_tokens=False)
+    assert b"".join(map(tokenizer.own_bytes, ids)).decode().strip() == "the 世界"
+    assert tokenizer.own_text(tokenizer.encode("a the", add_special_tokens=False)[-1]).startswith(" t")

@@ -63,7 +63,7 @@ def test_a_file_without_times_has_no_schedule(tmp_path: Path) -> None:
         (("{",), "line 1 is no line of a trace"),
         (({"timestamp": "soon"},), "line 1 is no line of a trace"),
         (({"prompt_token_ids": [5], "max_token": 3},), "unknown field `max_token`"),
-        (({"prompt_token_ids": [5], "n": 2},), "n > 1 and stop strings are not measured"),
+        (({"prompt_token_ids": [5], "n": 2},), "n > 1, several prompts and stop strings are not measured"),
         ((), "gives 0 requests: name another file"),
     ],
 )
