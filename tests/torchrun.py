@@ -41,9 +41,17 @@ class Ran:
 @cache
 def zygote() -> Zygote:
     """This process's own."""
-    made = Zygote({**os.environ, "OMP_NUM_THREADS": "1"})
-    atexit.register(made.close)
-    return made
+    return Zygote({**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def close() -> None:
+    """End this process's zygote, if it has one."""
+    if zygote.cache_info().currsize:
+        zygote().close()
+        zygote.cache_clear()
+
+
+atexit.register(close)
 
 
 class Running:

@@ -109,7 +109,7 @@ def until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) 
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Server]:
+def serving(folder: Path, *options: str, **environ: str) -> Iterator[Server]:
     address = folder / "address"
     words: tuple[str, ...] = (
         "serve",
@@ -123,7 +123,7 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
         str(address),
     )
     words += ("--served-model-name", "demo", "alias", "--bundles", str(folder / "bundles"), "--max-num-seqs", "8")
-    with started(2, "launch", *words, *options) as running:
+    with started(2, "launch", *words, *options, **environ) as running:
         until(lambda: address.exists() or running.ended, "it does not begin to serve")
         assert address.exists(), running.wait().said
         server = Server(running, int(address.read_text().rpartition(":")[2]))
@@ -326,7 +326,10 @@ def a_drain_lets_streams_end(server: Server) -> None:
 
 
 def test_a_stopped_rank_is_seen_in_health_and_in_the_stream(tmp_path: Path) -> None:
-    with serving(tmp_path, "--control-timeout-s", "6") as server:
+    with (
+        short_folder() as temporary,
+        serving(tmp_path, "--control-timeout-s", "6", TMPDIR=str(temporary)) as server,
+    ):
         failures: list[Exception] = []
 
         def read() -> None:
@@ -353,6 +356,7 @@ def test_a_stopped_rank_is_seen_in_health_and_in_the_stream(tmp_path: Path) -> N
         (failure,) = failures
         assert "rank 1" in str(failure)
         assert server.running.wait(PATIENCE).returncode != 0
+        assert not any(temporary.glob("lockstride-serve-*")), "the watchdog ended rank 0, and its counts stayed"
 
 
 def test_a_sigterm_while_the_model_loads_leaves_no_file() -> None:
