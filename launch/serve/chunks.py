@@ -16,8 +16,8 @@ import msgspec
 
 from launch.api import response_logprobs
 from launch.api.response_logprobs import TokenPlaces
+from launch.serve.parsers.deltas import Delta, merged
 from launch.serve.requests import Asked
-from launch.serve.tools import Delta, merged
 from runtime.frontend.answer import Answer, Piece
 from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.tokenizer import Tokenizer

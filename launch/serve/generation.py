@@ -20,10 +20,11 @@ from starlette.types import Receive
 from launch.serve.chunks import ChunkWriter, finish_reason, usage_of, whole
 from launch.serve.errors import ApiError, engine_failed, refused_by_engine, unavailable
 from launch.serve.metrics import Metrics
+from launch.serve.parsers.deltas import Delta, first_calls
+from launch.serve.parsers.table import PARSERS
 from launch.serve.requests import Asked
 from launch.serve.settings import ServerSettings
 from launch.serve.sse import EventStream
-from launch.serve.tools import Delta, ToolCallStream
 from runtime.frontend.answer import Answer, Piece
 from runtime.frontend.remote_engine import ClientGone, EngineLost, Mailbox, RemoteEngine, Update
 from runtime.frontend.tokenizer import Tokenizer
@@ -52,13 +53,14 @@ class Generation:
         self._tokenizer = tokenizer
         self._id = answer_id
         self._created = int(time.time())
+        self._tools = [PARSERS[settings.tool_call_parser]() for _ in asked.sequences] if asked.tools else []
+        marks = self._tools[0].marks if self._tools else ()
         self._answers = [
-            Answer(tokenizer, asked.sampling, sequence.stop_token_ids, sequence.prompt_token_ids)
+            Answer(tokenizer, asked.sampling, sequence.stop_token_ids, sequence.prompt_token_ids, marks)
             for sequence in asked.sequences
         ]
         self._pieces: list[list[Piece]] = [[] for _ in asked.sequences]
         self._deltas: list[list[Delta]] = [[] for _ in asked.sequences]
-        self._tools = [ToolCallStream(asked.most_calls) for _ in asked.sequences] if asked.tools else []
         self._keep_pieces = asked.sampling.logprobs is not None and not asked.stream
         self._open = len(asked.sequences)
         self._watch = _Stopwatch(metrics, asked, arrived_at)
@@ -118,10 +120,8 @@ class Generation:
         if self._keep_pieces:
             self._pieces[index] += gain.pieces
         if not self._asked.stream and self._asked.tools:
-            for piece in gain.pieces:
-                self._deltas[index] += self._tools[index].push(piece.text)
-            if answer.reason is not None and not ended_before:
-                self._deltas[index] += self._tools[index].push(gain.rest) + self._tools[index].finish()
+            text = "".join(piece.text for piece in gain.pieces) + gain.rest
+            self._deltas[index] += self._called(index, text, answer.reason is not None and not ended_before)
         if answer.reason is not None and not ended_before:
             self._open -= 1
             self._raise_failure(answer)
@@ -187,21 +187,20 @@ class Generation:
         chunks = []
         for at, piece in enumerate(pieces):
             last = ended and at == len(pieces) - 1
-            deltas = self._called(index, piece.text, last)
+            deltas = self._called(index, piece.text, last) if self._tools else None
             reason = self._reason(index) if last else None
             chunks.append(writer.token(index, piece, reason, deltas, usage))
         if ended and not pieces:
-            deltas = self._called(index, rest, True)
+            deltas = self._called(index, rest, True) if self._tools else None
             chunks.append(writer.end(index, rest, self._reason(index), deltas, usage))
         return chunks
 
-    def _called(self, index: int, text: str, last: bool) -> list[Delta] | None:
-        """What the parser of tool calls makes of a piece of text; None where nobody looks for calls."""
-        if not self._tools:
-            return None
-        parser = self._tools[index]
-        deltas = parser.push(text)
-        return deltas + parser.finish() if last else deltas
+    def _called(self, index: int, text: str, last: bool) -> list[Delta]:
+        """What the parser of tool calls makes of a piece of text."""
+        deltas = self._tools[index].push(text)
+        if last:
+            deltas += self._tools[index].finish()
+        return first_calls(deltas, self._asked.most_calls)
 
     def _reason(self, index: int) -> str:
         called = bool(self._tools) and self._tools[index].calls > 0

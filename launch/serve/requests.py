@@ -129,10 +129,9 @@ class RequestBuilder:
         ids = self._fitting(ids, body.truncate_prompt_tokens, "messages")
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
-        parsed = bool(tools) and self._settings.tool_call_parser == "hermes"
         scored = body.prompt_logprobs is not None
         return self._asked(
-            body, name, (Prompt(text, ids),), given, otherwise, logprobs, True, scored=scored, tools=parsed
+            body, name, (Prompt(text, ids),), given, otherwise, logprobs, True, scored=scored, tools=bool(tools)
         )
 
     def tokens(self, body: TokenizeBody) -> tuple[int, ...]:

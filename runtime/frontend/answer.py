@@ -7,6 +7,7 @@ Knows: stop strings, stop ids that are no text, the end that a caller sees. Does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +37,10 @@ class Gain:
 
 
 class Answer:
-    """Tokens in, pieces out. ``reason`` is set once the answer has ended, for the reader if not for the engine."""
+    """Tokens in, pieces out. ``reason`` is set once the answer has ended, for the reader if not for the engine.
+
+    ``marks``: names of tokens that are text although they are special.
+    """
 
     def __init__(
         self,
@@ -44,10 +48,11 @@ class Answer:
         sampling: SamplingParams,
         stop_token_ids: tuple[int, ...],
         prompt_token_ids: tuple[int, ...],
+        marks: Sequence[str] = (),
     ) -> None:
         self._text = None
         if tokenizer is not None:
-            self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens, prompt_token_ids)
+            self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens, prompt_token_ids, marks)
         self._stop_ids = frozenset(stop_token_ids)
         self._scored = sampling.logprobs is not None
         self.token_ids: list[int] = []

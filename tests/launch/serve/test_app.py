@@ -14,16 +14,19 @@ from unittest import mock
 
 import msgspec
 import pytest
+import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
 from launch.serve import bodies, chunks
+from launch.serve.parsers.deltas import merged
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import unpack_tokens
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
+from tests.launch.generate import fake_engine
 from tests.launch.generate.fake_engine import FakeModel, serial_answer
 from tests.launch.serve.rig import Client, Reply, ServedFake, listening, served
 from tests.runtime.engine.rig import request as request_of
@@ -1123,6 +1126,35 @@ def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> N
             assert (reply.status, reply.error["param"]) == (400, "tool_choice")
 
     run(body, ServedFake(model=FakeModel(max_model_len=400)))
+
+
+@pytest.mark.parametrize("stop", [None, "SEE", "never </tool_call>"])
+@pytest.mark.parametrize("special", [False, True])
+def test_tool_calls_whose_marks_are_tokens(monkeypatch: pytest.MonkeyPatch, special: bool, stop: str | None) -> None:
+    """Special or not, whole and streamed, with a call's closing mark in its arguments, and with text that is held back
+    for a stop string before a mark."""
+    backend = tokenizers.Tokenizer.from_str(small_tokenizers.byte_level_backend().to_str())
+    backend.add_tokens([tokenizers.AddedToken(mark, special=special) for mark in ("<tool_call>", "</tool_call>")])
+    tokenizer = Tokenizer(backend)
+    arguments = '{"text": "the </tool_call> mark"}'
+    text = 'S<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>"
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    monkeypatch.setattr(fake_engine, "scripted_token", lambda request, position, vocab_size: ids[position])
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    async def body(client: Client) -> None:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99, "stop": stop, "seed": 1}
+        choice = (await client.post("/v1/chat/completions", {**asked, "tools": [tool]})).json["choices"][0]
+        chunks = chunks_of(await client.post("/v1/chat/completions", {**asked, "tools": [tool], "stream": True}))
+        content, calls = merged([chunk["choices"][0]["delta"] for chunk in chunks])
+        assert content == choice["message"]["content"] == "S"
+        for found in (calls, choice["message"]["tool_calls"]):
+            assert [call["function"] for call in found] == [{"name": "f", "arguments": arguments}]
+        assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        plain = (await client.post("/v1/chat/completions", asked)).json["choices"][0]["message"]["content"]
+        assert plain == tokenizer.decode(ids[:-1]), "without tools special tokens are no text"
+
+    run(body, ServedFake(model=FakeModel(vocab_size=362, max_model_len=400)), tokenizer=tokenizer)
 
 
 def test_comments_are_sent_only_where_they_are_asked_for() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from launch.serve.tools import ToolCallStream, merged
+from launch.serve.parsers.deltas import first_calls, merged
+from launch.serve.parsers.hermes import HermesParser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"</x>", "b": [1, {"c": 2}]}}\n</tool_call>'
 ARGUMENTS = {"a": '}"</x>', "b": [1, {"c": 2}]}
@@ -15,7 +19,7 @@ ARGUMENTS = {"a": '}"</x>', "b": [1, {"c": 2}]}
 
 def parsed(text: str, seed: int) -> tuple[str | None, list[tuple[str, str]]]:
     """In random pieces; content and (name, arguments) of each call."""
-    rng, stream, deltas, at = random.Random(seed), ToolCallStream(), [], 0
+    rng, stream, deltas, at = random.Random(seed), HermesParser(), [], 0
     while at < len(text):
         size = rng.randint(1, 1 + seed % 9)
         deltas += stream.push(text[at : at + size])
@@ -40,7 +44,7 @@ def test_a_call_is_found_whatever_the_pieces(seed: int) -> None:
 
 
 def test_text_behind_a_call_keeps_its_blanks() -> None:
-    stream, deltas = ToolCallStream(), []
+    stream, deltas = HermesParser(), []
     for piece in (CALL, "\n", "Done", ".", "\n\n", "The", " ", "rest", "\n", CALL):
         deltas += stream.push(piece)
     assert merged(deltas + stream.finish())[0] == "Done.\n\nThe rest\n"
@@ -62,7 +66,7 @@ def test_a_call_that_is_cut_off_ends_where_it_is() -> None:
 
 
 def test_arguments_are_told_as_they_are_written() -> None:
-    stream = ToolCallStream()
+    stream = HermesParser()
     first = stream.push('<tool_call>{"name": "f", "arguments": {"a": ')
     assert first[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
     assert first[1] == {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]}
@@ -73,9 +77,9 @@ def test_arguments_are_told_as_they_are_written() -> None:
 def test_one_call_at_most(step: int) -> None:
     """Of two the first is told, whole, in whatever pieces they come; content stays."""
     calls = [f'<tool_call>{{"name": "f", "arguments": {{"x": {number}}}}}</tool_call>' for number in (1, 2)]
-    text, stream = f"so {calls[0]} and {calls[1]}", ToolCallStream(1)
+    text, stream = f"so {calls[0]} and {calls[1]}", HermesParser()
     deltas = [delta for at in range(0, len(text), step) for delta in stream.push(text[at : at + step])]
-    content, found = merged([*deltas, *stream.finish()])
+    content, found = merged(first_calls([*deltas, *stream.finish()], 1))
     assert content is not None
     assert content.split() == ["so", "and"]
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == [("f", '{"x": 1}')]
@@ -99,3 +103,69 @@ def test_what_can_be_no_json_text_is_no_call(inside: str, seed: int) -> None:
 def test_arguments_keep_half_of_a_pair_as_an_escape() -> None:
     content, ((name, arguments),) = parsed(r'<tool_call>{"arguments": {"x": "\ud83d"}, "name": "f"}</tool_call>', 0)
     assert (content, name, arguments.encode()) == (None, "f", rb'{"x": "\ud83d"}')
+
+
+def call(arguments: str, name: str = "f") -> str:
+    return '<tool_call>\n{"name": "' + name + '", "arguments": ' + arguments + "}\n</tool_call>"
+
+
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "the </tool_call> mark"}',
+        '{"a": "</tool_call></tool_call>", "b": "<tool_call>{"}',
+        r'{"a": "\"</tool_call>\"", "b": "\\"}',
+        '{"</tool_call>": [{"b": "}]</tool_call>"}]}',
+        '{"a": "</tool_cal", "b": "<"}',
+    ],
+)
+def test_a_mark_inside_an_argument_is_text(arguments: str, seed: int) -> None:
+    assert parsed(call(arguments), seed) == (None, [("f", arguments)])
+    other_order = '<tool_call>{"arguments": ' + arguments + ', "name": "g"}</tool_call>'
+    content, calls = parsed(f"{call(arguments)}{other_order} so", seed)
+    assert (content, [(name, json.loads(found)) for name, found in calls]) == (
+        "so", [("f", json.loads(arguments)), ("g", json.loads(arguments))])  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_quote_that_is_never_closed_hides_no_later_call_of_what_is_none(seed: int) -> None:
+    for broken in ('<tool_call>say "hi</tool_call>', '<tool_call>{"nam: 5}</tool_call>'):
+        content, calls = parsed(f"{broken}{call('{}', 'g')}", seed)
+        assert (content, calls) == (broken, [("g", "{}")])
+
+
+def test_a_brace_that_is_missing_ends_the_call_at_its_mark() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> done'
+    assert parsed(text, 2) == ("done", [("f", '{"a": 1}')])
+
+
+PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": ',
+    '{"a": "',
+    '"}',
+    "}",
+    "\\",
+    '"',
+    "<",
+    " ",
+    "\n",
+    "so",
+]
+
+
+@given(data=st.data())
+@settings(derandomize=True, max_examples=25, deadline=None, database=None)
+def test_a_message_does_not_depend_on_how_its_text_is_cut(data: st.DataObject) -> None:
+    """Calls, things like calls, halves of marks, blanks and quotes in any order."""
+    text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, call('{"b": "</tool_call>"}')]), max_size=14)))
+    whole, pieces = HermesParser(), HermesParser()
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8))), len(text)]
+    found = [delta for begin, end in pairwise(cuts) for delta in pieces.push(text[begin:end])]
+    content, calls = merged(whole.push(text) + whole.finish())
+    again, calls_again = merged(found + pieces.finish())
+    assert (again, pieces.calls) == (content, whole.calls)
+    assert [one["function"] for one in calls_again] == [one["function"] for one in calls]
+    assert calls or (content or "") == text
