@@ -1,7 +1,7 @@
 """Draft trees over slot state on a GPU: kernels against the recurrences, captured; engines over the demo's hybrid.
 
 The same without a GPU, in float32: tests/models/kernels/interpreted_recurrent.py and interpreted_mamba.py, and
-tests/runtime/engine/test_hybrid_trees.py.
+tests/runtime/engine/test_recurrent_rounds.py.
 Run: python3 -m pytest -m gpu tests/gpu/test_hybrid_trees_gpu.py
 """
 

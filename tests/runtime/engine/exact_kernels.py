@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import Rotation
-from models.kernels.reference import ReferenceKernels, into
+from models.kernels.reference import into
 from tests.plant import Kernels, Op, kernels_with
 
 
@@ -137,6 +137,7 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: fl
     """
     _, _, size, kv_heads, head_dim = kv_layer.shape
     rows, new, heads, _ = q_BQHD.shape
+    group = heads // kv_heads
     pages_BP, lengths_B = inputs.page_table_BP, inputs.kv_lengths_B
     pages = -(-int(lengths_B.max()) // size)
     keys_BLKD, values_BLKD = kv_layer[:, pages_BP[:, :pages].long()].flatten(2, 3)
@@ -144,16 +145,11 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: fl
     behind_BL = place_L >= lengths_B.unsqueeze(1)
     values_BLKD = values_BLKD.masked_fill(behind_BL[:, :, None, None], 0.0)
     later_BQL = ~seen_keys(inputs, place_L)
-    q_BKXD = q_BQHD.view(rows, new, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)  # X: query, head of a group
+    q_BKXD = (
+        q_BQHD.view(rows, new, kv_heads, group, head_dim).transpose(1, 2).flatten(2, 3)
+    )  # X: query, head of a group
     scores_BKXL = (q_BKXD @ keys_BLKD.permute(0, 2, 3, 1)) * scale
-    later_BKXL = later_BQL.repeat_interleave(heads // kv_heads, 1).unsqueeze(1)
+    later_BKXL = later_BQL.repeat_interleave(group, 1).unsqueeze(1)
     shares_BKXL = scores_BKXL.masked_fill(later_BKXL, float("-inf")).softmax(-1)
     out_BKXD: Tensor = shares_BKXL @ values_BLKD.transpose(1, 2)
-    return out_BKXD.view(rows, kv_heads, new, -1, head_dim).transpose(1, 2).reshape(rows, new, heads, head_dim)
-
-
-if TYPE_CHECKING:
-
-    class ExactKernels(ReferenceKernels): ...
-else:
-    ExactKernels = type(exact_kernels())
+    return out_BKXD.view(rows, kv_heads, new, group, head_dim).transpose(1, 2).reshape(rows, new, heads, head_dim)

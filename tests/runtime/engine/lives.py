@@ -11,12 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
@@ -25,7 +26,7 @@ from runtime.observe.observer import StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine import rig as rigs
-from tests.runtime.engine.exact_kernels import ExactKernels
+from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.prompt_ranks import Scores
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
@@ -38,8 +39,8 @@ Entry = tuple[float, int, tuple[int, ...], tuple[float, ...]]  # chosen, rank, t
 class Life:
     """``plans``: step by step, None for a void one; ``specs``: how the others were launched. ``gained``: after each
     turn, every request's landed tokens so far. ``rounds``: what each request gained in its windows, one after the
-    other. ``asked``: how many likely tokens beside each of its own a request wants
-    to know.
+    other. ``asked``: how many likely tokens beside each of its own a request wants to know. ``states``: of each request
+    that ended, its row of every bank of recurrent state when its slot became free.
     """
 
     asked: dict[int, int] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Life:
     specs: list[LaunchSpec] = field(default_factory=list)
     gained: list[dict[int, int]] = field(default_factory=list)
     rounds: dict[int, list[int]] = field(default_factory=dict)
+    states: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def answers(self) -> dict[int, tuple[tuple[int, ...], FinishReason]]:
@@ -63,6 +65,7 @@ class Life:
     def watch(self, output: StepOutput) -> None:
         """To be called with every output."""
         self.scores(output)
+        self.finished |= {ended.request_id: ended for ended in output.finished}
         sums = dict(self.gained[-1]) if self.gained else {}
         for row, (request_id, count) in enumerate(zip(output.request_ids, output.counts, strict=True)):
             if request_id < 0 or not count:
@@ -101,6 +104,31 @@ class Launches(StepObserver):
         super().resolved(spec)
 
 
+class Slots:
+    """After each turn: no slot is free that a step in flight may touch, and none is kept for longer than that."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._plans = 0  # of the life's, looked at so far
+        self._owners: dict[int, int] = {}  # slot -> the request that has it, or had it last
+
+    def check(self, engine: Engine) -> None:
+        slots = engine.scheduler.slots
+        free = set(slots._free)
+        in_flight = {slot for flight in engine._in_flight if flight.planned for slot in flight.planned.slots}
+        held = {one.slot for one in engine.scheduler.resources.sequences.values() if one.slot}
+        assert not free & in_flight, "a slot is free while a step in flight may touch it"
+        assert set(range(1, slots.count + 1)) == free | in_flight | held, "a slot is kept after its last step landed"
+        for plan in self._life.plans[self._plans :]:
+            self._owners |= {write.slot: write.request_id for write in plan.slot_writes} if plan is not None else {}
+        self._plans = len(self._life.plans)
+        for slot in [slot for slot in self._owners if slot in free]:
+            request_id, banks = self._owners.pop(slot), engine.executor.pool.banks
+            if banks and request_id in self._life.finished:
+                engine.executor.device.compute.synchronize()
+                self._life.states[request_id] = [bank[:, slot].clone() for bank in banks]
+
+
 def _entry(columns: StepLogprobs, row: int, column: int, top: int) -> Entry:
     at = row, column
     likely = tuple(columns.top_ids_BWN[at][:top].tolist()), tuple(columns.top_BWN[at][:top].tolist())
@@ -113,14 +141,15 @@ def live(
     *,
     depth: int,
     later: Mapping[int, list[Request]] | None = None,
+    added: Iterable[Request] = (),
     over: Callable[..., AbstractContextManager[Engine]] | None = None,
     **limits: Any,
 ) -> Life:
-    """Run ``requests`` to their end, with those that arrive ``later``, by turn. ``limits`` are those of the rig, or of
-    what gives an engine instead: ``over``.
+    """Run ``requests`` to their end, with those that arrive ``later``, by turn, and those ``added`` by ``act``.
+    ``limits`` are those of the rig, or of what gives an engine instead: ``over``.
     """
     life, arriving = Life(), dict(later or {})
-    for one in chain(requests, *arriving.values()):
+    for one in chain(requests, *arriving.values(), added):
         if one.sampling.logprobs is not None:
             life.asked |= dict.fromkeys(one.answer_ids, one.sampling.logprobs)
 
@@ -130,9 +159,15 @@ def live(
         if act is not None:
             act(engine, turn)
 
-    exact: dict[str, Any] = {"kernels": ExactKernels(), "dtype": torch.float64, "observe": Launches(life)}
+    slots = Slots(life)
+    exact: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64, "observe": Launches(life)}
     with (over or rig)(depth=depth, **(exact | limits)) as engine:
-        life.finished = run(engine, requests, turn_begins, life.watch)
+
+        def turn_ends(output: StepOutput) -> None:
+            life.watch(output)
+            slots.check(engine)
+
+        run(engine, requests, turn_begins, turn_ends)
         assert not arriving, "everything was over before the last request arrived"
         engine.stop()
         life.counters = dict(engine.counters)
@@ -156,9 +191,20 @@ def oracle(requests: list[Request], **limits: Any) -> Life:
     """What the serial engine makes of them, with room for everybody. Bits depend on nothing else, so no limit of the
     life it is compared with needs repeating, but ``max_model_len`` where it ends a request.
     """
-    life = _alone(tuple(requests), tuple(limits.items()), str(rigs.TINY["architectures"]))
+    life = _alone(tuple(requests), tuple(limits.items()), str(rigs.TINY))
     assert life.counters["chained_steps"] == 0
     return life
+
+
+def ending(at: int, requests: list[Request]) -> list[Request]:
+    """Those of ``requests`` whose token ``at`` (from 0) comes for the first time, which makes it their stop id."""
+    alone = oracle(requests)
+    found = []
+    for one in requests:
+        tokens = alone.finished[one.request_id].token_ids
+        if tokens[at] not in tokens[:at]:
+            found.append(replace(one, stop_token_ids=(tokens[at],)))
+    return found
 
 
 def check_all_is_back(engine: Engine) -> None:

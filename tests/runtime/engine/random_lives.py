@@ -1,6 +1,6 @@
 """Lives drawn from a seed: who comes when, what is done to them, and how little room they meet.
 
-Knows: the ranges of everything that is drawn. Does not know: what must come out (test_lifecycle.py).
+Knows: the ranges of everything that is drawn. Does not know: what must come out (test_lives.py).
 """
 
 from __future__ import annotations

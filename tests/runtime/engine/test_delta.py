@@ -1,6 +1,6 @@
 """Gated delta nets through an engine: families with them give at every depth the tokens of the serial engine.
 
-What every model goes through (test_lifecycle.py, test_depths.py, test_poison.py, test_mixed.py), these go through there
+What every model goes through (test_lives.py, test_depths.py, test_poison.py, test_mixed.py), these go through there
 behind the marker ``long``; what state in slots must keep is here, of each family.
 """
 
@@ -19,13 +19,12 @@ from tests.models.tiny_delta import FAMILIES
 from tests.plant import Op, invariant_kernels, kernels_with
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import exact_kernels
-from tests.runtime.engine.lives import live, people, prompt
+from tests.runtime.engine.lives import ending, live, people, prompt
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.serial_answers import serial_answers
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
-from tests.runtime.engine.test_lifecycle import ending
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_windows import windows
 from tests.selection import covering

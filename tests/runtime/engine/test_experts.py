@@ -1,4 +1,4 @@
-"""Experts live as dense models do: every test of test_lifecycle.py over a sparse model, and what only experts do."""
+"""What only sparse models do: experts and ranks, their load, and which options fit. Lives over them: test_lives.py."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ from runtime.build import build_engine
 from runtime.chain_depth import agree_depth_and_horizon
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.executor import Executor
-from tests.runtime.engine import lives, rig, test_lifecycle
-from tests.runtime.engine.conftest import long
+from tests.runtime.engine import rig
 from tests.runtime.engine.rig import TINY, run
 from tests.runtime.engine.test_depths import mixture, outcome
-from tests.runtime.engine.test_lifecycle import *  # noqa: F403 - the whole suite, over the model below
-from tests.runtime.engine.test_lifecycle import DEPTHS, says, turn
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_ranks import NGRAM, SEED, TREE, start, written_drafter
-
-# In place of test_lifecycle's: the model is the one below, and ranks in other processes know no other. As everywhere:
-pytestmark = pytest.mark.filterwarnings("error")
 
 EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -47,26 +41,12 @@ MIXTRAL: dict[str, Any] = {
 }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:  # type: ignore[no-redef]  # instead of the suite's own
-    """Each event at one depth, one seed of random lives for each; the others are long."""
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", [*range(3), *map(long, range(3, 60))])
-    elif "every_model" in metafunc.fixturenames:
-        test_lifecycle.pytest_generate_tests(metafunc)
-    elif "depth" in metafunc.fixturenames and not says(metafunc, "depth"):
-        kept = turn(metafunc) % len(DEPTHS)
-        depths = [depth if at == kept else long(depth) for at, depth in enumerate(DEPTHS)]
-        metafunc.parametrize("depth", depths, indirect=True)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def tiny_models_have_experts() -> Iterator[None]:
-    """The rig's tiny model, for all tests of this module; what was computed with another one is forgotten."""
+    """The rig's tiny model, for all tests of this module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig, "TINY", TINY | EXPERTS)
-        lives._alone.cache_clear()
         yield
-    lives._alone.cache_clear()
 
 
 def folder_of(folder: Path, shape: dict[str, Any]) -> Path:

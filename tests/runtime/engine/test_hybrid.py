@@ -1,6 +1,6 @@
 """A model that keeps a part of each sequence in its slot's row: whose state a step reads, writes and clears.
 
-What every model goes through (test_lifecycle.py, test_depths.py, test_poison.py), this one goes through there too.
+What every model goes through (test_lives.py, test_depths.py, test_poison.py), this one goes through there too.
 """
 
 from __future__ import annotations

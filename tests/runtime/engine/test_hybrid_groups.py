@@ -18,15 +18,16 @@ from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Act
 from tests.runtime.engine.random_lives import RandomLife, random_life
 from tests.runtime.engine.rig import RigLimits
 from tests.runtime.engine.serial_answers import serial_answers
+from tests.runtime.engine.settings import of_model
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_groups import Lives
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
+from tests.runtime.speculate.recorded import VOCABULARY
 from tests.selection import covering
 
 FAMILIES = ("qwen3-next", "qwen3.5-moe", "nemotron-h")
@@ -36,7 +37,8 @@ SECOND = 500  # ids of the second group's requests begin there
 
 
 def greedy(drawn: RandomLife, first_id: int) -> RandomLife:
-    """The same life of other ids, of requests that draw nothing."""
+    """The same life of other ids, of requests that draw nothing, over few token ids."""
+    drawn = drawn.over(VOCABULARY)
 
     def one(request: Request) -> Request:
         sampling = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -86,7 +88,7 @@ def test_random_lives_of_two_groups(
     family: str, kind: str, drawn_at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both groups somebody waits and somebody is cancelled, and in one or both somebody gives way."""
-    over_model(family, monkeypatch)
+    of_model(family, monkeypatch)
     seed, depth = drawn_at
     drawn = [greedy(random_life(seed), 0), greedy(random_life(100 + seed), SECOND)]
     arrivals = [{0: life.first, **life.later} for life in drawn]

@@ -1,13 +1,16 @@
-"""Windows of rows that decode beside chunks of prompts: the tokens of single steps, in three launches a step.
+"""Draft windows and trees in steps with chunks of prompts: the tokens of single steps, in three launches a step.
 
-Knows: the role for such steps (runtime/execute/step/mixed_window.py), and mutants of it. Does not know: random lives
-and drafters (test_speculation.py, test_drafted.py), the rule (tests/runtime/schedule).
+Lives with such steps, of one width and over every model: test_lives.py. Random lives and drafters: test_speculation.py,
+test_drafted.py. The rule: tests/runtime/schedule.
+
+Knows: other widths, several widths, several ranks, and mutants of the step (runtime/execute/step/mixed_window.py).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +25,8 @@ from runtime.config import EngineConfig
 from runtime.execute import executor
 from runtime.execute.device.cpu_twin import TwinGraph
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.proposer import Proposed
-from runtime.execute.role import RoleParts
-from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.staging import Chunks
-from runtime.execute.step import mixed_window
-from runtime.execute.step.mixed_window import MixedWindowRole
 from runtime.execute.step.prefill_graphs import prefill_buckets
-from runtime.execute.step.step_io import Packed, gather_packed
+from runtime.execute.step.step_io import Packed
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
@@ -39,7 +36,8 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.tiny_delta import FAMILIES
-from tests.runtime.engine.conftest import over_model
+from tests.plant import Op, plant, width_of
+from tests.runtime.engine.conftest import long, over_model
 from tests.runtime.engine.lives import Life, live, prompt, unbroken
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
 from tests.runtime.engine.rig import request, rig
@@ -69,7 +67,15 @@ def widths(life: Life) -> Counter[int]:
 
 @pytest.mark.parametrize(
     ("width", "depth", "buckets"),
-    [(2, 2, ()), (4, 0, BUCKETS), (4, 3, BUCKETS), (5, 1, ()), (8, 4, BUCKETS), (16, 2, (72, 120)), (32, 2, ())],
+    [
+        (2, 2, ()),
+        long(4, 0, BUCKETS),
+        (4, 3, BUCKETS),
+        long(5, 1, ()),
+        (8, 4, BUCKETS),
+        (16, 2, (72, 120)),
+        (32, 2, ()),
+    ],
 )
 def test_answers_are_those_of_single_tokens(width: int, depth: int, buckets: tuple[int, ...]) -> None:
     life = beside(width, depth=depth, prefill_buckets=buckets)
@@ -81,12 +87,12 @@ def test_answers_are_those_of_single_tokens(width: int, depth: int, buckets: tup
 
 
 def test_penalties_edits_and_every_kind_of_sampling() -> None:
-    """They look at the tokens of a window in order, beside rows that draw a prompt's first token."""
+    """They look at the tokens of a window in order, in steps that also sample a prompt's first token."""
     shaped = {"repetition_penalty": 1.3, "min_tokens": 6, "bad_words_token_ids": ((5, 6), (7,)), "top_p": 0.9}
     assert widths(beside(4, depth=2, sampling=shaped))[4] > 3
 
 
-@pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("buckets", [long(()), BUCKETS], ids=["kernels", "graphs"])
 def test_two_ranks_give_what_one_gives(buckets: tuple[int, ...]) -> None:
     several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=buckets)
     assert widths(several)[4] > 3
@@ -95,7 +101,7 @@ def test_two_ranks_give_what_one_gives(buckets: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("buckets", [(), (16, 24, 36)], ids=["kernels", "graphs"])
 def test_a_script_is_for_rows_that_decode(buckets: tuple[int, ...]) -> None:
-    """All guesses are kept in every step, but a prompt's last chunk draws its token itself."""
+    """All draft tokens are accepted in every step, but a prompt's last chunk samples its token itself."""
     keys = {"method": "synthetic", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
     requests = [request(i, prompt(50, i), max_tokens=21, stops=()) for i in range(5)]
     how: dict[str, Any] = {"rows": 3, "max_prefill_tokens": 24, "prefill_buckets": buckets}
@@ -119,14 +125,14 @@ HYBRIDS = ("qwen3.5", "nemotron-h")
 @pytest.mark.parametrize(
     ("family", "width", "depth", "buckets"),
     [
-        ("qwen3.5", 4, 2, BUCKETS),
-        ("qwen3.5", 16, 3, ()),
-        ("qwen3.5", 32, 1, ()),
-        ("nemotron-h", 4, 3, BUCKETS),
-        ("nemotron-h", 16, 0, ()),
+        ("qwen3.5", 8, 2, BUCKETS),
+        long("qwen3.5", 16, 3, ()),
+        long("qwen3.5", 32, 1, ()),
+        ("nemotron-h", 8, 3, ()),
+        long("nemotron-h", 16, 0, ()),
     ],
 )
-def test_recurrent_layers_take_in_what_is_kept(
+def test_recurrent_layers_commit_what_is_accepted(
     family: str, width: int, depth: int, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_model(family, monkeypatch)
@@ -140,19 +146,19 @@ def test_recurrent_layers_take_in_what_is_kept(
 def test_no_layer_keeps_what_it_made_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a step is measured, and grows by all of that if it is kept until the step is over."""
     over_model("qwen3.5", monkeypatch)
-    kept, made = MixedWindowRole.keep, list[weakref.ref[Tensor]]()
+    made = list[weakref.ref[Tensor]]()
 
-    def keep(role: MixedWindowRole, undecided: Undecided) -> None:
+    def keep(usual: Op, undecided: Undecided) -> None:
         assert not [one for one in made if one() is not None]
         made[:] = [weakref.ref(undecided.made_TX)]
-        kept(role, undecided)
+        usual(undecided)
 
-    monkeypatch.setattr(MixedWindowRole, "keep", keep)
+    plant(monkeypatch, keep, part="mixed.keep")
     assert widths(beside(4, depth=2))[4] > 3
     assert made
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [long("qwen3.5"), "nemotron-h"])
 def test_two_ranks_of_recurrent_layers_give_what_one_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(family, monkeypatch)
     several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits))
@@ -192,8 +198,8 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def narrower(*, depth: int, **limits: Any) -> Life:
-    """Windows of 8 tokens for one row, of 4 for two or three, of 2 for more, beside long prompts in short chunks."""
-    rows = repeating(4, logprobs=2, max_tokens=70)
+    """Windows of 8 tokens for one row, of 4 for two or three, of 2 for more; long prompts come in short chunks."""
+    rows = repeating(4, logprobs=2, max_tokens=55)
     prompts = [request(20 + 5 * i, prompt(45 + i, i), n=1 + i % 2, max_tokens=7, stops=()) for i in range(4)]
     later = {3: prompts[:1], 10: [rows[1], prompts[1]], 18: [rows[2], prompts[2]], 24: [rows[3], prompts[3]]}
     every = [*rows, *prompts]
@@ -202,7 +208,7 @@ def narrower(*, depth: int, **limits: Any) -> Life:
     return speculating(rows[:1], 8, every=every, later=later, depth=depth, **how)
 
 
-@pytest.mark.parametrize(("depth", "buckets"), [(0, ()), (2, BUCKETS), (3, ()), (3, (16, 48, 96))], ids=str)
+@pytest.mark.parametrize(("depth", "buckets"), [(0, ()), long(2, BUCKETS), long(3, ()), (3, (16, 48, 96))], ids=str)
 def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, buckets: tuple[int, ...]) -> None:
     life = narrower(depth=depth, prefill_buckets=buckets)
     assert min(widths(life)[width] for width in (2, 4, 8)) > 2
@@ -219,9 +225,9 @@ def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, 
 
 
 @pytest.mark.parametrize(
-    ("family", "depth", "buckets"), [("qwen3.5", 2, BUCKETS), ("qwen3.5", 0, ()), ("nemotron-h", 3, BUCKETS)]
+    ("family", "depth", "buckets"), [long("qwen3.5", 2, BUCKETS), ("qwen3.5", 0, ()), long("nemotron-h", 3, BUCKETS)]
 )
-def test_recurrent_layers_take_in_what_is_kept_of_narrower_windows(
+def test_recurrent_layers_commit_what_is_accepted_of_narrower_windows(
     family: str, depth: int, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_model(family, monkeypatch)
@@ -229,6 +235,7 @@ def test_recurrent_layers_take_in_what_is_kept_of_narrower_windows(
     assert min(widths(life)[width] for width in (2, 4, 8)) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("buckets", [(), BUCKETS], ids=["kernels", "graphs"])
 def test_two_ranks_give_what_one_gives_with_narrower_windows(buckets: tuple[int, ...]) -> None:
     several = narrower(depth=2, over=lambda **limits: tensor_rig(2, **limits), prefill_buckets=buckets)
@@ -243,7 +250,7 @@ def test_roles_of_all_widths_have_what_a_step_may_choose() -> None:
     how: dict[str, Any] = {"proposer": proposer_for(speculative_config(keys)), "shape": FAMILIES["qwen3.5"]}
     rule = Speculation(8, mixed_percent=100, **NARROWER)
     with rig(speculation=rule, prefill_buckets=(2, 4, 7, 16, 40), **how) as engine:
-        roles = [role for role in engine.executor._roles.values() if isinstance(role, MixedWindowRole)]
+        roles: list[Any] = [one for one in engine.executor._roles.values() if one.name.startswith("mixed window")]
         assert [(role.name, role.width) for role in roles] == [(f"mixed window of {w}", w) for w in (8, 4, 2)]
         for role in roles:
             assert role.graphs.buckets == tuple(size for size in (2, 4, 7, 16, 40) if size >= role.width)
@@ -258,7 +265,7 @@ def test_roles_of_all_widths_have_what_a_step_may_choose() -> None:
 
 
 def trees_beside(shape: tuple[int, int], *, depth: int, **limits: Any) -> Life:
-    """``beside`` of rows with trees (of W and a tree's tokens): half of the requests draw at random."""
+    """``beside`` with trees (of W and a tree's tokens): half of the requests sample at random."""
 
     def asked(request_id: int, length: int, **sampling: Any) -> Request:
         draws: dict[str, Any] = {"temperature": 1.0 * (request_id % 2), "stops": (), **sampling}
@@ -303,12 +310,12 @@ def test_two_ranks_of_trees_give_what_one_gives() -> None:
 
 @pytest.mark.parametrize(
     ("family", "replayed_first"),
-    [("attention", False), ("qwen3.5", True), pytest.param("nemotron-h", False, marks=pytest.mark.long)],
+    [long("attention", False), ("qwen3.5", True), long("nemotron-h", False)],
 )
 def test_the_corners_of_what_steps_share_by_both_paths(
     family: str, replayed_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows, guesses, and what layers made of them: nothing that a larger step left behind is anybody's."""
+    """Windows, draft tokens and what layers made of them: no smaller step reads what a larger one left."""
     over_model(family, monkeypatch)
     corners = Corners(width=4)
     paths_in_turn(monkeypatch, replayed_first=replayed_first)
@@ -319,111 +326,99 @@ def test_the_corners_of_what_steps_share_by_both_paths(
 # ---- mutants ----
 
 
-class NothingProposed(MixedWindowRole):
-    """Guesses of no step: the text stays right."""
-
-    def propose(self, rows: int, variant: SamplingVariant) -> None: ...
-
-
-class OfAnotherRow(MixedWindowRole):
-    """State takes in what belongs to a neighbour's window."""
-
-    def keep(self, undecided: Undecided) -> None:
-        super().keep(replace(undecided, made_TX=undecided.made_TX.roll(self.width, 0)))
+def of_another_row(keep: Op, undecided: Undecided) -> None:
+    """State is committed of a neighbour's window."""
+    keep(replace(undecided, made_TX=undecided.made_TX.roll(width_of(keep), 0)))
 
 
-class AtOnce(MixedWindowRole):
-    """State takes in whole windows, and what is kept of them once more."""
-
-    def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
-        rows = super().state_rows(chunks, packed)
-        return replace(rows, writes_B=rows.slots_B)
+def at_once(state_rows: Op, *given: Any) -> StateRows:
+    """State is committed of whole windows, and of what is accepted of them once more."""
+    rows: StateRows = state_rows(*given)
+    return replace(rows, writes_B=rows.slots_B)
 
 
-class Never(MixedWindowRole):
-    """State knows nothing of windows beside chunks."""
-
-    def _take_in(self, rows: StateRows, positions_X: Tensor) -> None: ...
+def never(take_in: Op, *given: Any) -> None:
+    """No state is committed of windows in steps with chunks."""
 
 
-@pytest.mark.parametrize("mutant", [OfAnotherRow, AtOnce, Never])
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_state_that_takes_in_other_tokens_is_seen_in_the_text(
-    family: str, mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch
+def each_family(*mutants: tuple[str, Any]) -> list[Any]:
+    """Over one family, in turn; over the other one it is long."""
+    cases = [(family, *mutant) for mutant in mutants for family in HYBRIDS]
+    return [case if number % 4 in (0, 3) else long(*case) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "mutant"),
+    each_family(("mixed.keep", of_another_row), ("mixed.state_rows", at_once), ("mixed.take_in", never)),
+)
+def test_state_of_other_tokens_is_seen_in_the_text(
+    family: str, part: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    plant(monkeypatch, mutant, part=part)
     over_model(family, monkeypatch)
     with pytest.raises(AssertionError, match="request"):
         beside(4, depth=2)
 
 
-class OtherHiddenStates(MixedWindowRole):
-    """A window's draws are behind its neighbours' tokens."""
-
-    def drawing(self, chunks: Chunks) -> Tensor:
-        return super().drawing(chunks).roll(1)
-
-
-class OnePlaceOn(MixedWindowRole):
-    """Every guess lies where the one behind it should."""
-
-    def gather(self, chunks: Chunks) -> Packed:
-        packed = super().gather(chunks)
-        return packed._replace(positions_T=packed.positions_T + (chunks.positions_T < -1))
+def other_hidden_states(drawing: Op, *given: Any) -> Tensor:
+    """A window samples from its neighbours' tokens."""
+    at_X: Tensor = drawing(*given)
+    return at_X.roll(1)
 
 
-class ShortLengths(MixedWindowRole):
+def one_place_on(gather: Op, tables: Any, chunks: Any, *given: Any) -> Packed:
+    """Every draft token lies one place further than it should."""
+    packed: Packed = gather(tables, chunks, *given)
+    return packed._replace(positions_T=packed.positions_T + (chunks.positions_T < -1))
+
+
+def short_lengths(gather: Op, tables: Any, chunks: Any, size: int, guesses_SQ: Tensor, *given: Any) -> Packed:
     """A window sees no more than its first token would."""
-
-    def gather(self, chunks: Chunks) -> Packed:
-        packed = super().gather(chunks)
-        return packed._replace(kv_lengths_R=(packed.kv_lengths_R - (self.width - 1)).clamp(min=0))
+    packed: Packed = gather(tables, chunks, size, guesses_SQ, *given)
+    return packed._replace(kv_lengths_R=(packed.kv_lengths_R - guesses_SQ.shape[1]).clamp(min=0))
 
 
-@pytest.mark.parametrize("mutant", [OtherHiddenStates, OnePlaceOn, ShortLengths])
-def test_a_wrong_window_is_seen_in_the_text(mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+@pytest.mark.parametrize(
+    ("part", "mutant"),
+    [("mixed.drawing", other_hidden_states), ("mixed.gather", one_place_on), ("mixed.gather", short_lengths)],
+)
+def test_a_wrong_window_is_seen_in_the_text(part: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, mutant, part=part)
     with pytest.raises(AssertionError, match="request"):
         beside(4, depth=2)
 
 
-class DepthsOfChains(MixedWindowRole):
+def depths_of_chains(gather: Op, tables: Any, chunks: Any, size: int, guesses_SQ: Tensor, *depths: Any) -> Packed:
     """A node's position is that of its number."""
-
-    def gather(self, chunks: Chunks) -> Packed:
-        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size, self._guesses_SQ)
-
-
-class NoMask(MixedWindowRole):
-    """A node sees every one before it."""
-
-    def tree(self, slots_B: Tensor) -> Tensor | None: ...
+    packed: Packed = gather(tables, chunks, size, guesses_SQ)
+    return packed
 
 
-class NothingMoved(MixedWindowRole):
-    """A path's entries stay where its tree's nodes were."""
-
-    def __init__(self, parts: RoleParts) -> None:
-        super().__init__(parts)
-        self._mover = None
+def nothing(usual: Callable[..., Any], *given: Any) -> None:
+    """Of a mask: a node sees every one before it. Of a mover: a path's entries stay where its tree's nodes were."""
 
 
-@pytest.mark.parametrize("mutant", [DepthsOfChains, NoMask, NothingMoved])
-def test_a_wrong_tree_is_seen_in_the_text(mutant: type[MixedWindowRole], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+@pytest.mark.parametrize(
+    ("part", "mutant"),
+    [("mixed.gather", depths_of_chains), ("mixed.tree_mask", nothing), ("mixed.mover", nothing)],
+    ids=["depths of chains", "no mask", "nothing moved"],
+)
+def test_a_wrong_tree_is_seen_in_the_text(part: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, mutant, part=part)
     with pytest.raises(AssertionError, match="request"):
         trees_beside((4, 12), depth=2)
 
 
-def test_guesses_of_no_step_are_seen_in_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_of_no_step_are_seen_in_what_steps_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text stays right."""
     right = beside(4, depth=2)
-    monkeypatch.setattr(executor, "MixedWindowRole", NothingProposed)
+    plant(monkeypatch, nothing, part="mixed.propose")
     wrong = beside(4, depth=2)
     assert wrong.counters["spec_num_accepted_tokens"] < 0.9 * right.counters["spec_num_accepted_tokens"]
 
 
 def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its window looks like: here every draw is token 0, which such rows' guesses are."""
+    """Whatever its window looks like: here every draw is token 0, which such rows' draft tokens are."""
     sampling = {"allowed_token_ids": (0,), "logprobs": None}
 
     def most_of_chunks() -> int:
@@ -441,45 +436,44 @@ def test_a_prompts_last_chunk_gains_one_token(monkeypatch: pytest.MonkeyPatch) -
         return most
 
     assert most_of_chunks() == 1
-    monkeypatch.setattr(mixed_window, "Proposed", lambda tokens_BQ, **_: Proposed(tokens_BQ))
+    plant(monkeypatch, lambda proposed, tokens_BQ, **_: proposed(tokens_BQ), part="mixed.Proposed")
     assert most_of_chunks() == 4
 
 
-class GuessesOfTheWidest(MixedWindowRole):
-    """Narrower roles propose into their own tables, and read others'."""
-
-    def __init__(self, parts: RoleParts, width: int | None = None) -> None:
-        super().__init__(parts, width)
-        self._others_SQ = torch.zeros_like(self._guesses_SQ)
-
-    def gather(self, chunks: Chunks) -> Packed:
-        guesses_SQ = self._guesses_SQ if self.width == self._parts.limits.width else self._others_SQ
-        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size, guesses_SQ)
+WIDEST = 8  # of ``narrower``
 
 
-class MadeAPlaceOn(MixedWindowRole):
-    """What layers made of narrower windows lies a token further on."""
-
-    def keep(self, undecided: Undecided) -> None:
-        by = int(self.width < self._parts.limits.width)
-        super().keep(replace(undecided, made_TX=undecided.made_TX.roll(by, 0)))
-
-
-class DrawsAlike(MixedWindowRole):
-    """All draws of a narrower window are behind its first token."""
-
-    def drawing(self, chunks: Chunks) -> Tensor:
-        at_X = super().drawing(chunks)
-        if self.width == self._parts.limits.width:
-            return at_X
-        return at_X.view(-1, self.width)[:, :1].expand(-1, self.width).reshape(-1)
+def of_the_widest(gather: Op, tables: Any, chunks: Any, size: int, guesses_SQ: Tensor, *given: Any) -> Packed:
+    """Narrower windows are read from a table into which nothing was proposed."""
+    own = guesses_SQ.shape[1] == WIDEST - 1
+    packed: Packed = gather(tables, chunks, size, guesses_SQ if own else torch.zeros_like(guesses_SQ), *given)
+    return packed
 
 
-@pytest.mark.parametrize(("mutant", "family"), [(GuessesOfTheWidest, ""), (DrawsAlike, ""), (MadeAPlaceOn, "qwen3.5")])
+def made_a_place_on(keep: Op, undecided: Undecided) -> None:
+    """What layers made of narrower windows lies a token further."""
+    keep(replace(undecided, made_TX=undecided.made_TX.roll(int(width_of(keep) < WIDEST), 0)))
+
+
+def draws_alike(drawing: Op, *given: Any) -> Tensor:
+    """All draws of a narrower window come from its first token."""
+    at_X, width = drawing(*given), width_of(drawing)
+    found: Tensor = at_X if width == WIDEST else at_X.view(-1, width)[:, :1].expand(-1, width).reshape(-1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("part", "mutant", "family"),
+    [
+        ("mixed.gather", of_the_widest, ""),
+        ("mixed.drawing", draws_alike, ""),
+        ("mixed.keep", made_a_place_on, "qwen3.5"),
+    ],
+)
 def test_a_wrong_narrower_window_is_seen_in_the_text(
-    mutant: type[MixedWindowRole], family: str, monkeypatch: pytest.MonkeyPatch
+    part: str, mutant: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "MixedWindowRole", mutant)
+    plant(monkeypatch, mutant, part=part)
     if family:
         over_model(family, monkeypatch)
     with pytest.raises(AssertionError, match="request"):
@@ -513,7 +507,7 @@ def test_who_has_windows_beside_chunks(keys: dict[str, Any], engine: dict[str, A
     ("tokens", "engine"), [(7, {"max_prefill_tokens": 2048}), (15, {"max_num_seqs": 512}), (31, {}), (3, {})]
 )
 def test_a_start_with_more_window_tokens_than_a_step_holds_serves(tokens: int, engine: dict[str, Any]) -> None:
-    """256 rows of 8 tokens fill a step of 2,048: then rows beside chunks have fewer."""
+    """256 rows of 8 tokens fill a step of 2,048: then decode requests in steps with chunks have fewer."""
     keys = {"method": "ngram", "num_speculative_tokens": tokens}
     config = EngineConfig(model="models/demo", device="cuda", speculative_config=keys, **engine)
     executor: Any = SimpleNamespace(restores_prefixes=True, sizing=SimpleNamespace(num_blocks=10_000), snapshots=0)

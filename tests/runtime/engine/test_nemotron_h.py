@@ -1,7 +1,7 @@
 """Nemotron-H through an engine: blocks of one mixer, Mamba-2 state in slots, experts behind a sigmoid router.
 
 The toy of test_hybrid.py has the same contract; here it is a real recurrence with a window of its latest inputs. What
-every model goes through (test_lifecycle.py, test_depths.py, test_poison.py), this one goes through there, too, behind
+every model goes through (test_lives.py, test_depths.py, test_poison.py), this one goes through there, too, behind
 the mark ``long``.
 """
 
@@ -24,12 +24,11 @@ from runtime.engine import Engine
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.exact_kernels import exact_kernels
-from tests.runtime.engine.lives import live, oracle, people, prompt, same
+from tests.runtime.engine.lives import ending, live, oracle, people, prompt, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
-from tests.runtime.engine.test_lifecycle import ending
 from tests.runtime.engine.test_windows import windows
 
 

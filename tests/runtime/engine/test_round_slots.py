@@ -5,12 +5,12 @@ slots on the device. Here every pass writes down which ones it got, and they are
 step, in lives in which rows end, wait and come back, others are seated, and rows change places.
 
 Knows: rounds of their own and rounds beside chunks. Does not know: what is computed of the state (test_delta.py,
-test_hybrid_lifecycle.py).
+test_lives.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,9 +29,10 @@ from runtime.schedule.plan import PADDING_SLOT, StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.ngram import NgramProposer
+from tests.plant import Op
 from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import Life, live, oracle, same
-from tests.runtime.engine.test_hybrid_lifecycle import OfRounds
+from tests.runtime.engine.test_recurrent_rounds import recurrences
 from tests.runtime.engine.test_speculation import repeating
 from tests.selection import covering
 
@@ -50,7 +51,7 @@ class Round:
     taken_in: list[list[int]]
 
 
-class Passes(OfRounds):
+class Passes:
     """Writes down every round."""
 
     def __init__(self) -> None:
@@ -66,12 +67,13 @@ class Passes(OfRounds):
     def propose(self, rows_B: Tensor, columns: SlotColumns) -> None:
         self.rounds.append(Round(rows_B.tolist(), set(rows_B[columns.finished != 0].tolist()), [], []))
 
-    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+    def advance(self, recurrence: Op, *given: Any) -> Any:
+        rows: StateRows = given[-2]
         if rows.kept_B is not None:
             self.rounds[-1].taken_in.append(rows.slots_B.tolist())
         elif rows.frozen or rows.writes_B is not None:
             self.rounds[-1].verified.append(rows.slots_B.tolist())
-        return super().advance(recurrence, before, rows, positions)
+        return recurrence(*given)
 
 
 class Noted(NgramProposer):
@@ -107,7 +109,7 @@ def played(passes: Passes, depth: int) -> Life:
         later=later,
         depth=depth,
         rows=4,
-        kernels=passes,
+        kernels=recurrences(passes.advance),
         proposer=lambda parts: Noted(parts, passes),
         speculation=Speculation(WIDTH, mixed_percent=100),
         variants=(SamplingVariant(random=True, edits=True),),  # a late capture would be a round of nobody
@@ -170,7 +172,8 @@ class SlotsOfTheRoundBefore(Passes):
         super().begin(engine)
         self._before.clear()
 
-    def advance(self, recurrence: Callable[..., Tensor], before: list[Any], rows: StateRows, positions: Tensor) -> Any:
+    def advance(self, recurrence: Op, *given: Any) -> Any:
+        *before, rows, positions = given
         if rows.frozen or rows.writes_B is not None:
             layer, own_B = before[2].data_ptr(), rows.slots_B
             before_B = self._before.get(layer, own_B)
@@ -179,7 +182,7 @@ class SlotsOfTheRoundBefore(Passes):
                 stale_B = pad(before_B, (0, len(own_B)))[: len(own_B)]
                 decided_B = torch.zeros_like(own_B) if rows.frozen else rows.written_B
                 rows = replace(rows, slots_B=torch.where(decided_B == PADDING_SLOT, stale_B, own_B))
-        return super().advance(recurrence, before, rows, positions)
+        return super().advance(recurrence, *before, rows, positions)
 
 
 @pytest.mark.parametrize(("family", "kind"), covering(HYBRIDS, (StepKind.DECODE, StepKind.MIXED), at_once=1))

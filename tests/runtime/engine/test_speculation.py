@@ -34,12 +34,11 @@ from runtime.speculative_config import speculative_config
 from runtime.window_costs import cost_table, window_times
 from tests.plant import reference_kernels
 from tests.runtime.engine.conftest import long
-from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same, unbroken
+from tests.runtime.engine.lives import Life, ending, live, oracle, people, prompt, same, unbroken
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.rig import VOCABULARY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_depths import outcome
-from tests.runtime.engine.test_lifecycle import ending
 from tests.selection import covering
 
 ROOM: dict[str, Any] = {"blocks": 400}
@@ -135,10 +134,10 @@ def test_wide_lives_that_hold_everything(width: int, depth: int, seed: int) -> N
         assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
 
 
-def released_at_once(resources: Resources, sequence: SequenceState) -> None:
+def released_at_once(resources: Resources, sequence: SequenceState, usual: Any = Resources._release) -> None:
     resources.pool.give_back(sequence.blocks)
-    resources.slots.give_back(sequence.slot)
     sequence.blocks = []
+    usual(resources, sequence)
 
 
 def believed(scheduler: Scheduler, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:

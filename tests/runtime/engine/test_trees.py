@@ -30,12 +30,11 @@ from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.plant import Op, plant
 from tests.runtime.engine.conftest import long
-from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
+from tests.runtime.engine.lives import Life, ending, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import RandomLife, random_life
 from tests.runtime.engine.replay_proposer import mixed, script_of
-from tests.runtime.engine.rig import VOCABULARY, request
+from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.engine.test_lifecycle import ending
 from tests.selection import covering
 
 RANKS = 3  # candidates a place
@@ -59,6 +58,7 @@ class KnownAnswers:
         for seed, tokens in script.items():
             table[seed, : len(tokens)] = torch.tensor(tokens)
         self._script_SL, self._one_of = table.to(parts.device.torch_device), one_of
+        self._vocab = parts.model.config.vocab_size
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         raise AssertionError("a tree grows from candidates")
@@ -73,7 +73,7 @@ class KnownAnswers:
         rank_BQ = torch.where(last_BQ > 4, 0, torch.where(last_BQ > 0, 1 + drawn_BQ % 2, RANKS))
         ids_BQC = (right_BQ - rank_BQ)[:, :, None] + torch.arange(top_k, device=right_BQ.device)
         shares_BQC = 1.0 + drawn_BQ[:, :, None] % 4 * torch.arange(top_k, 0, -1, device=right_BQ.device)
-        return Candidates(ids_BQC % VOCABULARY, (shares_BQC / shares_BQC.sum(-1, keepdim=True)).log())
+        return Candidates(ids_BQC % self._vocab, (shares_BQC / shares_BQC.sum(-1, keepdim=True)).log())
 
     def observe(self, observed: Observed) -> None:
         raise AssertionError("it reads nothing of the target")

@@ -15,11 +15,10 @@ import pytest
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine.conftest import long
-from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
+from tests.runtime.engine.lives import Life, ending, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import random_life
 from tests.runtime.engine.replay_proposer import script_of, window_roles
 from tests.runtime.engine.rig import request
-from tests.runtime.engine.test_lifecycle import ending
 from tests.selection import covering
 
 WIDTHS = [(2,), (3,), (5,), (8,), (16,), (32,), (1, 4), (8, 1, 3), (32, 1)]

@@ -2,7 +2,7 @@
 
 Knows: random lives (tests/runtime/engine/random_lives.py) over each kind of drafter, chains and trees, widths up to 32,
 depths 0 to 4. Does not know: what is guessed (test_drafted.py, test_eagle3.py, test_own_mtp.py), n-gram lookup and all
-that recurrent layers can meet (in tests/runtime/engine: test_speculation.py, test_hybrid_lifecycle.py).
+that recurrent layers can meet (in tests/runtime/engine: test_speculation.py, test_lives.py).
 """
 
 from __future__ import annotations
