@@ -7,6 +7,7 @@ Does not know: what a line may say (parser.py), how rows are kept (output_file.p
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -20,7 +21,7 @@ from launch.errors import UsageError
 from launch.generate.input_file import count_lines, read_requests
 from launch.generate.loop import Arrival, BatchRun
 from launch.generate.options import Command, GenerateOptions
-from launch.generate.output_file import ResultsFile
+from launch.generate.output_file import ResultsFile, ResultsWriteError
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress
 from launch.ranks.process_group import joined
@@ -122,7 +123,10 @@ def report(
     print(readable(batch.shown, tokenizer), end="")
     print(batch.summary.text(counters), flush=True)
     if summary is not None:
-        batch.summary.write_json(summary, counters)
+        try:
+            batch.summary.write_json(summary, counters)
+        except OSError as error:
+            raise ResultsWriteError(f"--summary {summary} cannot be written: {error}; all rows are there") from error
 
 
 def check_paths(config: EngineConfig, options: GenerateOptions) -> None:
@@ -149,7 +153,8 @@ def check_paths(config: EngineConfig, options: GenerateOptions) -> None:
     }
     given = [(name, Path(path)) for name, path in named.items() if path is not None]
     for (name, path), (other, second) in combinations(given, 2):
-        same = path.samefile(second) if path.exists() and second.exists() else path.resolve() == second.resolve()
+        both = path.exists() and second.exists()
+        same = path.samefile(second) if both else os.path.realpath(path) == os.path.realpath(second)
         if same:
             raise UsageError(f"{name} and {other} are both {path}: one would overwrite the other")
     if options.summary is None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 from launch.api.parser import BadLine, LineId, PreparedRequest
 from launch.api.response import answer_row, error_row
-from launch.generate.output_file import ResultsFile
+from launch.generate.output_file import ResultsFile, name_of
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress, Summary
 from launch.ranks.signals import Interrupts
@@ -124,7 +124,7 @@ class BatchRun:
         if any(c.finish_reason is FinishReason.CANCELLED for output in ordered for c in output.completions):
             self.summary.unfinished += 1  # only we cancel, to end soon: no row, so that a later run does it
             return
-        self._results.write(answer_row(prepared, ordered, self._client.tokenizer, int(time.time())))
+        self._results.write(answer_row(prepared, ordered, self._client.tokenizer, int(time.time())), prepared.id)
         if all(output.failed is None for output in ordered):
             self.summary.add(*ordered)
         else:
@@ -133,7 +133,7 @@ class BatchRun:
             self.shown[prepared.id] = ordered
 
     def _fail(self, bad: BadLine) -> None:
-        self._results.write(error_row(bad))
+        self._results.write(error_row(bad), name_of(bad.id, bad.line))
         self.summary.failed += 1
 
     def _drain(self) -> None:

@@ -13,6 +13,7 @@ Error rows are results: a run that starts again does not make them again, becaus
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
@@ -27,6 +28,7 @@ from launch.api.parser import LineId
 from launch.api.response import read_back
 from launch.generate.input_file import FinishedRows
 
+_SHOWN = 20  # ids of missing rows
 _WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
 
 _BEGINNING = b'{"id":'
@@ -66,29 +68,32 @@ class ResultsFile:
             raise
         self._sync_seconds = sync_seconds
         self._rows: queue.Queue[bytes | None] = queue.Queue(_WAITING_ROWS)
-        self._failure: OSError | None = None
+        self._written: list[LineId] = []  # the ids of rows, in their order
+        self._failure: ResultsWriteError | None = None
         self._thread = threading.Thread(target=self._write_rows, name="results-file", daemon=True)
         self._thread.start()
 
-    def write(self, row: bytes) -> None:
-        """Queue one row, newline included. Raises ResultsWriteError when an earlier one could not be written."""
+    def write(self, row: bytes, line_id: LineId) -> None:
+        """Queue one row, newline included, of the line that ``line_id`` names. Raises ResultsWriteError when an earlier
+        one could not be written."""
         self.check()
+        self._written.append(line_id)
         self._rows.put(row)
 
     def check(self) -> None:
-        """Raises ResultsWriteError when a row could not be written: more work would be lost. Costs nothing."""
+        """Raises ResultsWriteError when a row could not be written, or the file was taken away or cut short: more work
+        would be lost. Costs nothing."""
         if self._failure is not None:
-            raise ResultsWriteError(
-                f"{self.path} cannot be written: {self._failure.strerror}. The rows before are safe: make room and run "
-                "the same command again to go on"
-            ) from self._failure
+            raise self._failure
 
     def close(self) -> None:
-        """Every queued row is on disk, or ResultsWriteError."""
+        """Every queued row is on disk, in the file of this name, or ResultsWriteError."""
         if self._fd < 0:
             return
         self._rows.put(None)
         self._thread.join()
+        if self._failure is None:
+            self._failure = self._lost()
         os.close(self._fd)
         self._fd = -1
         self.check()
@@ -100,6 +105,30 @@ class ResultsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _lost(self) -> ResultsWriteError | None:
+        """What happened to the rows where the file of this name is no longer the one that they were written to."""
+        mine = os.fstat(self._fd)
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            what = f"is gone ({error.strerror})"
+        else:
+            if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
+                what = "is another file now"
+            elif found.st_size < self._size:
+                what = f"was cut short, to {found.st_size} of {self._size} bytes"
+            else:
+                return None
+        kept = _names_in(self.path)
+        earlier = self.finished
+        ours = (*earlier.ids, *(name_of(one, line) for line, one in earlier.errors.items()), *self._written)
+        missing = [one for one in dict.fromkeys(ours) if one not in kept]
+        shown = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+        return ResultsWriteError(
+            f"{self.path} {what}, while this run wrote it. {len(missing)} rows are missing: {shown}. Run the same "
+            "command again: it makes what is not in the file"
+        )
 
     # ---- starting again ----
 
@@ -179,11 +208,16 @@ class ResultsFile:
                 if rows and self._failure is None:
                     self._append(b"".join(rows))
                     dirty = True
+                    self._failure = self._lost()
                 if dirty and (not more or not rows or time.monotonic() - synced_at >= self._sync_seconds):
                     os.fdatasync(self._fd)
                     dirty, synced_at = False, time.monotonic()
             except OSError as error:
-                self._failure, dirty = error, False
+                dirty = False
+                self._failure = ResultsWriteError(
+                    f"{self.path} cannot be written: {error.strerror}. The rows before are safe: make room and run the "
+                    "same command again to go on"
+                )
 
     def _next_rows(self, timeout: float | None) -> tuple[list[bytes], bool]:
         """All rows that wait, after waiting for the first; False when the file is to be closed."""
@@ -209,6 +243,24 @@ class ResultsFile:
             os.ftruncate(self._fd, self._size + whole)
             raise
         self._size += len(data)
+
+
+def name_of(line_id: LineId | None, line: int) -> LineId:
+    """Of the row of a line, which may have no id that can be read."""
+    return f"line {line}" if line_id is None else line_id
+
+
+def _names_in(path: Path) -> set[LineId]:
+    """Of the whole rows of a file, if it is one, whatever else it holds."""
+    found: set[LineId] = set()
+    if not path.is_file():
+        return found
+    with path.open("rb") as stream:
+        for data in stream:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = read_back(data)
+                found.add(name_of(row.line_id, 0 if row.error is None else row.error.line))
+    return found
 
 
 def _may_be_torn(tail: bytes) -> bool:

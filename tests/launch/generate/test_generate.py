@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launch.errors import UsageError
+from launch.generate.output_file import ResultsFileError, ResultsWriteError
 from launch.ranks.rendezvous import RendezvousError
 from runtime.config import EngineConfig
 from runtime.schedule.request import Request
@@ -317,6 +318,30 @@ def test_paths_that_cannot_be_are_refused_before_anything_starts(
     write_input(tmp_path, good_lines(1))
     with pytest.raises(UsageError, match=words):
         generate(tmp_path, *options, engine=opener(on_step=raise_at(0)))
+
+
+@pytest.mark.parametrize("kind", ["--output", "--summary"])
+def test_links_to_devices_and_in_circles_are_sentences(tmp_path: Path, kind: str) -> None:
+    write_input(tmp_path, good_lines(1))
+    for name, target in (("circle", "circle"), ("full", "/dev/full")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises((UsageError, ResultsFileError), match=rf"{name} (cannot be (opened|written)|is a pipe or)"):
+            generate(tmp_path, kind, str(tmp_path / name))
+
+
+def test_an_output_that_is_deleted_ends_the_run(tmp_path: Path) -> None:
+    """It ended with exit code 0, and the rows were nowhere."""
+    write_input(tmp_path, good_lines(30))
+    output = tmp_path / "out.jsonl"
+
+    def deleted(step: int) -> None:
+        if step > 3 and output.is_file() and output.stat().st_size:
+            output.unlink()
+
+    with pytest.raises(ResultsWriteError, match=r"out\.jsonl is gone .* rows are missing"):
+        generate(tmp_path, "--max-num-seqs", "4", engine=opener(on_step=deleted))
+    code, output = generate(tmp_path)
+    assert (code, len(rows_of(output))) == (0, 30), "the same command makes them"
 
 
 def test_the_input_is_not_taken_as_output(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import random
+import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from unittest import mock
 import pytest
 
 from launch.api.parser import BadLine, Form
-from launch.api.response import error_row
-from launch.generate.output_file import ResultsFile, ResultsFileError, ResultsWriteError
+from launch.api.response import error_row, read_back
+from launch.generate.output_file import ResultsFile, ResultsFileError, ResultsWriteError, name_of
 
 
 def answer(line_id: str | int) -> bytes:
@@ -35,7 +37,8 @@ def bad(line: int, line_id: str | None, form: Form = Form.SIMPLE) -> bytes:
 def write(path: Path, *rows: bytes, **options: Any) -> ResultsFile:
     with ResultsFile(path, **options) as results:
         for row in rows:
-            results.write(row)
+            found = read_back(row)
+            results.write(row, name_of(found.line_id, found.error.line if found.error else 0))
     return results
 
 
@@ -126,7 +129,7 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_second_run_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with ResultsFile(path) as results:
-        results.write(answer("a"))
+        results.write(answer("a"), "a")
         with pytest.raises(ResultsFileError, match="another run is writing"):
             ResultsFile(path, overwrite=True)
     assert path.read_bytes() == answer("a")
@@ -155,9 +158,71 @@ def test_rows_are_on_disk_soon_without_closing(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch, ResultsFile(path, sync_seconds=0.01) as results:
         patch.setattr(os, "fdatasync", sync_and_tell)
-        results.write(answer("a"))
+        results.write(answer("a"), "a")
         assert synced.wait(30)
         assert path.read_bytes() == answer("a")
+
+
+TAKEN_AWAY: dict[str, tuple[Callable[[Path], object], str]] = {
+    "deleted": (Path.unlink, r"is gone \(No such file or directory\)"),
+    "moved": (lambda path: path.rename(path.with_name("kept.jsonl")), "is gone"),
+    "its folder deleted": (lambda path: shutil.rmtree(path.parent), "is gone"),
+    "replaced": (lambda path: path.with_name("x").rename(path), "is another file now"),
+    "emptied": (lambda path: os.truncate(path, 0), "was cut short, to"),
+    "truncated": (lambda path: os.truncate(path, len(answer("a"))), "was cut short, to"),
+}
+
+
+@pytest.mark.parametrize("during", [True, False], ids=["while rows come", "behind the last row"])
+@pytest.mark.parametrize("how", TAKEN_AWAY)
+def test_a_file_that_was_taken_away_is_an_error_that_names_the_missing_rows(
+    tmp_path: Path, how: str, during: bool
+) -> None:
+    path = tmp_path / "out" / "out.jsonl"
+    take, said = TAKEN_AWAY[how]
+    write(path, answer("a"), bad(2, None))  # an earlier run's
+    path.with_name("x").write_bytes(answer("a") + b"something else\n")
+    results = ResultsFile(path)
+    results.write(answer("b"), "b")
+    while path.stat().st_size < len(answer("a") + bad(2, None) + answer("b")):
+        time.sleep(0.001)
+    take(path)
+    if during:
+        results.write(answer("c"), "c")
+        while results._failure is None:
+            time.sleep(0.001)
+        with pytest.raises(ResultsWriteError, match=said):
+            results.write(answer("d"), "d")
+    with pytest.raises(ResultsWriteError, match=rf"out\.jsonl {said}.* rows are missing: .*same command") as caught:
+        results.close()
+    names = {"a", "line 2", "b", *(["c"] if during else [])}
+    if how in ("replaced", "truncated"):
+        names.remove("a")
+    if during and how in ("emptied", "truncated"):
+        names.remove("c")  # it came behind
+    told = str(caught.value).split("are missing: ")[1].split(". Run")[0]
+    assert set(told.split(", ")) == names
+    assert f" {len(names)} rows" in str(caught.value)
+    if how not in ("deleted", "moved", "its folder deleted", "replaced"):
+        missing = {"a", "b", "c"} - names
+        assert write(path).finished.ids == (missing if during else missing - {"c"})
+
+
+def test_many_missing_rows_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    results = ResultsFile(tmp_path / "out.jsonl")
+    for number in range(100):
+        results.write(answer(number), number)
+    results.path.unlink()
+    with pytest.raises(
+        ResultsWriteError, match=r"100 rows are missing: 0, 1, 2, .*, 19 \.\.\. Run|100 rows .* 19 \.\.\.\."
+    ):
+        results.close()
+
+
+def test_a_link_may_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "real.jsonl")
+    write(tmp_path / "out.jsonl", answer("a"))
+    assert (tmp_path / "real.jsonl").read_bytes() == answer("a")
 
 
 def failing_write(limit: int) -> Callable[[int, Any], int]:
