@@ -132,7 +132,7 @@ def _of_an_engine(config: EngineConfig) -> str | None:
 
 
 def _clients(options: ServeOptions, url: str) -> Clients:
-    server = OpenAIServer(url, options.endpoint, options.served_model_name)
+    server = OpenAIServer(url, options.endpoint, options.served_model_name, options.ready_check_timeout_sec)
     if options.client_processes == 0:
         return server
     server.close()

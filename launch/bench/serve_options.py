@@ -62,6 +62,7 @@ class ServeOptions:
     base_url: str | None = None
     endpoint: str = "/v1/completions"
     served_model_name: str | None = None
+    ready_check_timeout_sec: float = 600.0
     label: str | None = None
     client_processes: int = 0
 
@@ -192,6 +193,8 @@ def add_serve_options(add: OptionAdder) -> None:
     add.value("--endpoint", "--base-url: path of the completions endpoint", "path", str)
     text = "--base-url: the model's name in requests"
     add.value("--served-model-name", text, "name", str, "the server's first")
+    text = "--base-url: time that the server may take until it answers GET /v1/models; 0: one try"
+    add.value("--ready-check-timeout-sec", text, "seconds", bounded(number, 0.0))
     text = "--base-url: processes that ask the server and take times; one spends some 30 us on an event"
     add.value("--client-processes", text, "processes", bounded(integer, 0, 64), "0: a thread of this one")
     add.value("--label", "--base-url: what results call the server", "name", str, "openai")

@@ -245,12 +245,14 @@ class ServeApp:
         }
 
     async def _models(self, request: Request) -> Response:
+        self._requests()
         return _json({"object": "list", "data": [self._card(name) for name in self.settings.names]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.settings.names:
             raise ApiError(404, f"the model {name[:200]!r} is not served here", code="model_not_found", param="model")
+        self._requests()
         return _json(self._card(name))
 
     async def _tokenize(self, request: Request) -> Response:

@@ -335,7 +335,7 @@ def _sequences(
                 min_tokens=min(sampling.min_tokens, room),
                 prompt_logprobs=sampling.prompt_logprobs if i == 0 else None,  # the prompt is the same
             )
-            yield SequenceRequest(prompt.token_ids, one, stops, priority)
+            yield SequenceRequest(prompt.token_ids, one, stops, priority, 0 if i else sampling.n)
 
 
 def _plain_tool(tool: Tool) -> dict[str, Any]:

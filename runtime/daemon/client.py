@@ -134,13 +134,17 @@ def _answer_of(frame: Frame) -> dict[str, Any]:
 
 
 class _Session:
-    """What both kinds of sessions know. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE."""
+    """What both kinds of sessions know. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE.
+    ``parent``: of a fork, which runs only when it is told to, and whose answer is complete where its parent's is."""
 
-    def __init__(self, desk: _Desk, request: int, quantum: int, answer: dict[str, Any]) -> None:
+    def __init__(
+        self, desk: _Desk, request: int, quantum: int, answer: dict[str, Any], parent: _Session | None = None
+    ) -> None:
         self.request, self.quantum = request, quantum
         self.epoch, self.slot = int(answer["epoch"]), int(answer.get("place", -1))
         self._desk = desk
-        self.finished = False  # its answer is complete, or it is closed
+        self.finished: bool = parent is not None and parent.finished  # its answer is complete, or it is closed
+        self.running = parent is None  # frames come
 
     def _next(self) -> Frame | None:
         """Its next frame, if it is there. Raises SlotError for a verb of its own that came too late."""
@@ -148,6 +152,7 @@ class _Session:
         if not frames:
             return None
         frame = frames.popleft()
+        self.running = self.running and frame.kind not in (Kind.ERROR, Kind.QUANTUM_DONE, *_FINAL)
         if frame.kind is Kind.ERROR:
             self.epoch = max(self.epoch, frame.epoch)  # of an EXTEND that was refused the turn is over
             raise SlotError(frame.text)
@@ -158,8 +163,15 @@ class _Session:
 class SlotSession(_Session):
     """One session of a SlotClient."""
 
-    def __init__(self, client: SlotClient, request: int, quantum: int, answer: dict[str, Any]) -> None:
-        super().__init__(client.desk, request, quantum, answer)
+    def __init__(
+        self,
+        client: SlotClient,
+        request: int,
+        quantum: int,
+        answer: dict[str, Any],
+        parent: SlotSession | None = None,
+    ) -> None:
+        super().__init__(client.desk, request, quantum, answer, parent)
         self._client = client
 
     def frames(self) -> Iterator[Frame]:
@@ -172,12 +184,11 @@ class SlotSession(_Session):
                 return
 
     def answer(self) -> Iterator[Frame]:
-        """Quantum after quantum, until the answer is complete or the session closed."""
-        while True:
+        """Quantum after quantum, until the answer is complete or the session closed; none where it already is."""
+        while not self.finished:
+            if not self.running:
+                self.proceed()
             yield from self.frames()
-            if self.finished:
-                return
-            self.proceed()
 
     def tokens(self) -> list[int]:
         """All ids of ``answer``."""
@@ -186,18 +197,19 @@ class SlotSession(_Session):
     def proceed(self, tokens: int | None = None) -> None:
         """One more quantum. Raises SlotError."""
         self._client.command(_line("CONTINUE", self.request, None, tokens or self.quantum, self.epoch))
+        self.running = True
 
     def extend(self, prompt: Prompt, *, max_tokens: int, quantum: int | None = None) -> None:
         """The next turn. Raises SlotError."""
         self.quantum = quantum or self.quantum
         answer = self._client.command(_line("EXTEND", self.request, None, _prompt(prompt), max_tokens, self.quantum))
-        self.epoch, self.finished = int(answer["epoch"]), False
+        self.epoch, self.finished, self.running = int(answer["epoch"]), False, True
 
     def fork(self) -> SlotSession:
         """Another session that knows what this one knows."""
         request = self._client.desk.new_request()
         answer = self._client.command(_line("FORK", request, None, self.request), opens=request)
-        return SlotSession(self._client, request, self.quantum, answer)
+        return SlotSession(self._client, request, self.quantum, answer, self)
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -278,8 +290,15 @@ class SlotClient:
 class AsyncSlotSession(_Session):
     """One session of an AsyncSlotClient; calls as those of SlotSession."""
 
-    def __init__(self, client: AsyncSlotClient, request: int, quantum: int, answer: dict[str, Any]) -> None:
-        super().__init__(client.desk, request, quantum, answer)
+    def __init__(
+        self,
+        client: AsyncSlotClient,
+        request: int,
+        quantum: int,
+        answer: dict[str, Any],
+        parent: AsyncSlotSession | None = None,
+    ) -> None:
+        super().__init__(client.desk, request, quantum, answer, parent)
         self._client = client
 
     async def frames(self) -> AsyncIterator[Frame]:
@@ -291,29 +310,29 @@ class AsyncSlotSession(_Session):
                 return
 
     async def answer(self) -> AsyncIterator[Frame]:
-        while True:
+        while not self.finished:
+            if not self.running:
+                await self.proceed()
             async for frame in self.frames():
                 yield frame
-            if self.finished:
-                return
-            await self.proceed()
 
     async def tokens(self) -> list[int]:
         return [token async for frame in self.answer() if frame.kind is Kind.TOKEN for token in frame.tokens]
 
     async def proceed(self, tokens: int | None = None) -> None:
         await self._client.command(_line("CONTINUE", self.request, None, tokens or self.quantum, self.epoch))
+        self.running = True
 
     async def extend(self, prompt: Prompt, *, max_tokens: int, quantum: int | None = None) -> None:
         self.quantum = quantum or self.quantum
         line = _line("EXTEND", self.request, None, _prompt(prompt), max_tokens, self.quantum)
         answer = await self._client.command(line)
-        self.epoch, self.finished = int(answer["epoch"]), False
+        self.epoch, self.finished, self.running = int(answer["epoch"]), False, True
 
     async def fork(self) -> AsyncSlotSession:
         request = self._client.desk.new_request()
         answer = await self._client.command(_line("FORK", request, None, self.request), opens=request)
-        return AsyncSlotSession(self._client, request, self.quantum, answer)
+        return AsyncSlotSession(self._client, request, self.quantum, answer, self)
 
     async def close(self) -> None:
         await self._client.command(_line("CANCEL", self.request))

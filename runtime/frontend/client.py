@@ -52,7 +52,9 @@ class PromptRequest:
     ``prompt``: a text, or token ids. ``key``: the caller's own name for it, which its deltas and its output carry; no
     two unfinished requests have the same, and None takes a number. ``priority``: smaller ones run earlier. ``stream``:
     deltas are wanted, not only the whole answer. ``text``: where ``prompt`` is token ids, the text they were made from.
-    ``arrived_at``: when it came, by the client's clock; None is when it is submitted.
+    ``arrived_at``: when it came, by the client's clock; None is when it is submitted. ``apart``, without a key: each
+    answer has an output and deltas of its own, as if it were a request; their keys are the numbers from the returned
+    one on. Until the first token they are cancelled together.
     """
 
     prompt: str | Sequence[int]
@@ -62,6 +64,7 @@ class PromptRequest:
     stream: bool = False
     text: str | None = None
     arrived_at: float | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,13 @@ class EngineClient:
             priority=prepared.priority,
             arrived_at=asked.arrived_at,
             stream=asked.stream,
+            apart=asked.apart,
             model=self._model,
         )
-        self._answers[key] = opened.answer_ids
+        if asked.apart:
+            self._answers.update((one, range(one, one + 1)) for one in opened.answer_ids)
+        else:
+            self._answers[key] = opened.answer_ids
         self._queued += opened.sampling.n
         self._waiting[opened.request_id] = opened
         heapq.heappush(self._queue, (opened.priority, opened.request_id))

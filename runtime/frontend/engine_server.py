@@ -361,22 +361,24 @@ class EngineServer:
             sampling = fitted(order.sampling, len(prompt), self._engine.model_config)
             scored = sampling.logprobs is not None
             request = PromptRequest(
-                prompt, sampling, priority=order.priority, stream=scored, arrived_at=order.arrived_at
+                prompt, sampling, priority=order.priority, stream=scored, arrived_at=order.arrived_at, apart=True
             )
             key = self._client.submit(PreparedPrompt(request, prompt, sampling, order.stop_token_ids, order.priority))
         except (RequestError, FrameRefused) as error:
             self._refuse(link, order, f"invalid: {error}")
             return
-        self._owners[key] = _Owner(link, order.local)
-        self._keys[link][order.local] = key
         assert isinstance(key, int), "the client numbers what has no key: the engine's request id"
-        self._of(link).opened.append(Opened(order.local, key))
+        for local, answer in enumerate(range(key, key + sampling.n), order.local):
+            self._owners[answer] = _Owner(link, local)
+            self._keys[link][local] = answer
+            self._of(link).opened.append(Opened(local, answer))
 
     def _queued(self) -> int:
         return self._client.not_begun
 
     def _refuse(self, link: ApiLink, order: Submit, why: str) -> None:
-        self._of(link).ended.append(Ended(order.local, FinishReason.REJECTED, b"", why, 0.0, None))
+        for local in range(order.local, order.local + order.sampling.n):
+            self._of(link).ended.append(Ended(local, FinishReason.REJECTED, b"", why, 0.0, None))
 
     def _drop(self, link: ApiLink, locals_: Sequence[int], reason: FinishReason) -> None:
         keys = [key for local in locals_ if (key := self._keys[link].get(local)) is not None]

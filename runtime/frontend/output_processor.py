@@ -132,13 +132,15 @@ class OutputProcessor:
         priority: int = 0,
         arrived_at: float | None = None,
         stream: bool = False,
+        apart: bool = False,
         model: ModelFacts | None = None,
     ) -> CheckedRequest:
         """The request as it is to be added to the engine, with the next ``n`` ids for its answers.
 
         ``sampling.seed`` must be set.
-        ``arrived_at`` is a time of the same clock, by default now. ``stream``: deltas are wanted. ``model``: what
-        prompt and sampling were checked for, if they were. ``stop_token_ids``: everything that ends it on the device,
+        ``arrived_at`` is a time of the same clock, by default now. ``stream``: deltas are wanted. ``apart``:
+        each answer comes as an output of its own, whose key is its request id. ``model``: what prompt and sampling were
+        checked for, if they were. ``stop_token_ids``: everything that ends it on the device,
         by default worked out from ``sampling`` and ``eos_token_ids``. Raises RequestError for too many of them.
         """
         if sampling.stop and self._tokenizer is None:
@@ -146,23 +148,26 @@ class OutputProcessor:
         if sampling.seed is None:
             raise RequestError("the seed is not set: draw one with drawn_seed()")
         now = self._clock()
-        group = _Group(
-            key,
-            prompt,
-            packed(prompt_token_ids),
-            arrived_at=now if arrived_at is None else arrived_at,
-            opened_at=now,
-            answers=[None] * sampling.n,
-            prompt_parts=None if sampling.prompt_logprobs is None else [],
-        )
         stop_ids = stop_ids_of(sampling, eos_token_ids) if stop_token_ids is None else stop_token_ids
-        whole = CheckedRequest(self.next_id, group.prompt_token_ids, sampling, stop_ids, priority, model)
+        whole = CheckedRequest(self.next_id, packed(prompt_token_ids), sampling, stop_ids, priority, model)
         self.next_id += sampling.n
         for index, request in enumerate(whole.answers()):
             one, text = request.sampling, None
+            if apart or not index:
+                group = _Group(
+                    request.request_id if apart else key,
+                    prompt,
+                    whole.prompt_token_ids,
+                    arrived_at=now if arrived_at is None else arrived_at,
+                    opened_at=now,
+                    answers=[None] * (1 if apart else sampling.n),
+                    prompt_parts=None if one.prompt_logprobs is None else [],
+                )
             if (one.stop or stream) and self._tokenizer is not None:
                 text = TextStream(self._tokenizer, one.stop, one.min_tokens, group.prompt_token_ids)
-            sequence = _Sequence(group, index, request, text, None if one.logprobs is None else [], stream)
+            sequence = _Sequence(
+                group, 0 if apart else index, request, text, None if one.logprobs is None else [], stream
+            )
             for table in (self._live, self._not_begun, self._watched):
                 table[request.request_id] = sequence
         return whole

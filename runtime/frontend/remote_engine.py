@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from runtime.frontend.outputs import TokenLogprob
@@ -54,12 +54,14 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One answer to be generated; see serve_messages.Submit."""
+    """One answer to be generated; see serve_messages.Submit. ``answers``: how many of a prompt begin here, drawn with
+    seed, seed + 1, ..., which fork from one prefill; 0 for those that follow the first."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     priority: int = 0
+    answers: int = 1
 
 
 class End(NamedTuple):
@@ -196,13 +198,15 @@ class RemoteEngine(asyncio.Protocol):
         for index, sequence in enumerate(sequences):
             local, self._next = self._next, self._next + 1
             self._by_local[local] = mailbox.live[index] = _Live(local, mailbox, index)
+            if not sequence.answers:
+                continue
             packed = pack_tokens(sequence.prompt_token_ids)
             frames.append(
                 framed(
                     Submit(
                         local,
                         packed,
-                        sequence.sampling,
+                        replace(sequence.sampling, n=sequence.answers),
                         sequence.stop_token_ids,
                         sequence.priority,
                         arrived_at,

@@ -167,7 +167,8 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """One sequence, checked: ``sampling.n`` is 1, its seed is set, its stop strings are the API process's business.
+    """``sampling.n`` sequences of one prompt, checked: their seed is set, their stop strings are the API process's
+    business. ``local`` is the first one's id, the others have those that follow.
 
     ``arrived_at``: time.monotonic(), which all processes of a machine share.
     """

@@ -10,7 +10,9 @@ An event loop in a thread of its own sends and reads; a chunk's time is taken wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import queue
 import ssl
@@ -29,8 +31,11 @@ from launch.bench.trace import BenchError
 from launch.errors import UsageError
 from runtime.frontend.client import PromptRequest
 
+log = logging.getLogger("lockstride")
+
 _LINE_BYTES = 1 << 24  # most of one event
 _CONNECT_SECONDS = 30.0
+_ASK_AGAIN = 1.0  # seconds between two looks at a server that is not ready
 _WAKE_SECONDS = 1.0  # longest wait at a stretch, so that Ctrl-C is noticed
 
 
@@ -67,11 +72,15 @@ class _Connection:
     writer: asyncio.StreamWriter
 
 
+class _NotReady(ValueError):
+    """The server answers that it cannot serve yet."""
+
+
 class OpenAIServer:
     """A server's address, its model's name, and connections to it, with the key of OPENAI_API_KEY or
-    LOCKSTRIDE_API_KEY. Raises UsageError or BenchError."""
+    LOCKSTRIDE_API_KEY. ``patience``: seconds that it may take to listen and load. Raises UsageError or BenchError."""
 
-    def __init__(self, base_url: str, endpoint: str, model: str | None = None) -> None:
+    def __init__(self, base_url: str, endpoint: str, model: str | None = None, patience: float = 0.0) -> None:
         try:
             parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
             host, port = parts.hostname, parts.port
@@ -90,13 +99,27 @@ class OpenAIServer:
         self._thread = threading.Thread(target=self.loop.run_forever, name="openai", daemon=True)
         self._thread.start()
         try:
-            self.model = model or self._first_model(base_url)
+            self.model = model or self._first_model(base_url, patience)
+            if model and patience:
+                with contextlib.suppress(BenchError):  # a server need not list its models
+                    self._first_model(base_url, patience)
         except BaseException:
             self.close()
             raise
 
-    def _first_model(self, base_url: str) -> str:
-        asked = asyncio.run_coroutine_threadsafe(self._get(f"{self._root}/v1/models"), self.loop)
+    def _first_model(self, base_url: str, patience: float) -> str:
+        """Asked once a second until the server listens, and is not loading any more."""
+        until, told = time.monotonic() + patience, False
+        while True:
+            asked = asyncio.run_coroutine_threadsafe(self._get(f"{self._root}/v1/models"), self.loop)
+            error = asked.exception()
+            loading = isinstance(error, (OSError, asyncio.IncompleteReadError, _NotReady))
+            if not loading or time.monotonic() + _ASK_AGAIN > until:
+                break
+            if not told:
+                log.info("waiting for %s, up to %g s (--ready-check-timeout-sec): %s", base_url, patience, error)
+            told = True
+            time.sleep(_ASK_AGAIN)
         try:
             return str(json.loads(asked.result())["data"][0]["id"])
         except (OSError, ValueError, LookupError, TypeError, asyncio.IncompleteReadError) as error:
@@ -119,7 +142,7 @@ class OpenAIServer:
                         "this server"
                     )
                 if status != 200:
-                    raise ValueError(f"HTTP {status}")
+                    raise (_NotReady if status in (502, 503, 504) else ValueError)(f"HTTP {status}")
                 return body
             finally:
                 connection.writer.close()

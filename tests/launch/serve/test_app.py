@@ -340,6 +340,50 @@ def test_keys_guard_all_but_the_probes() -> None:
     run(body, api_keys=("first", "second"))
 
 
+def test_models_are_named_when_the_model_is_loaded() -> None:
+    """Clients wait for it; before it named a model that no request could reach."""
+
+    async def body(client: Client) -> None:
+        ready, client.engine.ready = client.engine.ready, None
+        for path in ("/v1/models", "/v1/models/m"):
+            loading = await client.get(path)
+            assert (loading.status, loading.error["code"], loading.headers["retry-after"]) == (503, "loading", "5")
+        client.engine.ready = ready
+        assert (await client.get("/v1/models")).status == 200
+
+    run(body)
+
+
+def test_answers_to_one_prompt_are_one_request_to_the_engine() -> None:
+    """So that they fork from one prefill, without a prefix cache, too; each ends, and is stopped, by itself."""
+    fake, added = ServedFake(pause=0.002), list[int]()
+    add = fake.add
+
+    def noted(request: Request) -> None:
+        added.append(request.sampling.n)
+        add(request)
+
+    fake.add = noted  # type: ignore[method-assign]
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": [PROMPT, PROMPT[::-1]], "max_tokens": 12, "seed": 3, "n": 3, "logprobs": 1, "echo": False}
+        choices = (await client.post("/v1/completions", asked)).json["choices"]
+        assert added == [3, 3]
+        alone = [expected(prompt, 12, 3 + i) for prompt in (PROMPT, PROMPT[::-1]) for i in range(3)]
+        shown = [tokens[:-1] if reason is FinishReason.STOP else tokens for tokens, reason in alone]
+        assert [choice["text"] for choice in choices] == [text_of(tokens) for tokens in shown]
+        stop = text_of(alone[1][0])[2:4]
+        streamed = await client.post("/v1/completions", {**asked, "prompt": PROMPT, "stop": [stop], "stream": True})
+        chunks = [choice for _, event in streamed.events[:-1] for choice in event["choices"]]
+        texts = ["".join(chunk["text"] for chunk in chunks if chunk["index"] == i) for i in range(3)]
+        whole = [text_of(tokens) for tokens in shown[:3]]
+        assert texts == [text.split(stop)[0] for text in whole]
+        await client.until(lambda: len(fake.ended) == 9)
+        assert client.server.live == client.engine.live == 0
+
+    run(body, fake)
+
+
 def test_models_and_tokens() -> None:
     async def body(client: Client) -> None:
         card = (await client.get("/v1/models")).json["data"][0]

@@ -83,6 +83,35 @@ def test_a_talk_over_a_socket(tmp_path: Path) -> None:
         assert client.command("STATS")["sessions"] == 1
 
 
+def test_tokens_of_a_fork_are_those_that_its_parent_s_answer_lacks(tmp_path: Path) -> None:
+    """None behind a finished answer, where it waited for ever for frames that nothing sends."""
+    path = tmp_path / "slots.sock"
+
+    async def forked() -> tuple[list[int], list[int]]:
+        async with AsyncSlotClient(path) as client:
+            chat = await client.start(IDS, max_tokens=9, quantum=4, keep=True)
+            begun = [token async for frame in chat.frames() if frame.kind is Kind.TOKEN for token in frame.tokens]
+            rest = await (await chat.fork()).tokens()
+            assert len(begun + await chat.tokens()) == 9
+            return rest, await (await chat.fork()).tokens()
+
+    with served(path):
+        with SlotClient(path, timeout=PATIENCE_S) as client:
+            chat = client.start(IDS, max_tokens=9, quantum=4, keep=True)
+            begun = [token for frame in chat.frames() if frame.kind is Kind.TOKEN for token in frame.tokens]
+            rest = chat.fork().tokens()
+            assert (len(begun), len(rest)) == (4, 5)
+            chat.proceed()
+            assert begun + chat.tokens() == alone(0, IDS, 9)
+            assert chat.tokens() == []
+            fork = chat.fork()
+            assert fork.tokens() == []
+            fork.extend([7], max_tokens=2, quantum=1)
+            assert len(fork.tokens()) == 2
+        counts = [len(tokens) for tokens in asyncio.run(asyncio.wait_for(forked(), PATIENCE_S))]
+    assert counts == [5, 0]
+
+
 def test_tasks_share_a_connection(tmp_path: Path) -> None:
     path = tmp_path / "slots.sock"
 

@@ -11,15 +11,17 @@ import pytest
 from torch import Tensor
 
 from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest
+from runtime.frontend.outputs import RequestOutput
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
-from runtime.schedule.request import Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.states import State
 from tests.plant import Op, kernels_with
 from tests.runtime.engine.conftest import over_models
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
-from tests.runtime.engine.rig import VOCABULARY, request
+from tests.runtime.engine.rig import VOCABULARY, request, rig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_mixed import last_layer_for_draws
 from tests.selection import covering
@@ -100,6 +102,30 @@ def test_a_step_may_have_more_rows_than_tokens() -> None:
     same(forked, alone(requests))
     (spec,) = (spec for spec in forked.specs if spec.plan.forks)
     assert (spec.plan.packed_tokens, len(spec.plan.slots), spec.padded_tokens, spec.bucket) == (1, 20, 24, 24)
+
+
+def test_answers_that_come_apart_are_computed_once_too() -> None:
+    """As in serve, where each has an output of its own, and one may be cancelled without the others."""
+    sampling = SamplingParams(n=8, temperature=1.0, max_tokens=9, seed=0)
+    expected = alone([request(0, prompt(40, 1), n=8, temperature=1.0, max_tokens=9, stops=())]).answers
+    with rig(depth=2, rows=8, prefix_caching=False) as engine:
+        client = EngineClient(engine, text=False)
+        asked = PreparedPrompt(PromptRequest(prompt(40, 1), sampling, apart=True), prompt(40, 1), sampling, (), 0)
+        first = client.submit(asked)
+        found: dict[Any, RequestOutput] = {}
+        while client.live:
+            turn = client.turn()
+            found.update((output.key, output) for output in turn.finished)
+            if engine.counters["forks"] == 7:
+                client.cancel(3)
+        counters = dict(engine.counters)
+        client.close()
+    assert (first, sorted(found)) == (0, [*range(8)])
+    assert (counters["prefill_tokens"], counters["forks"]) == (40, 7)
+    for key, output in found.items():
+        (answer,) = output.completions
+        assert (answer.finish_reason is FinishReason.CANCELLED) == (key == 3)
+        assert key == 3 or answer.token_ids == expected[key][0]
 
 
 def test_eight_answers_to_1024_tokens_compute_1024_tokens() -> None:

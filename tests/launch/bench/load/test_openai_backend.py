@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 
+from launch.bench.load import openai_backend
 from launch.bench.load.client_process import ClientProcesses, ServerAddress
 from launch.bench.load.datasets import random_requests
 from launch.bench.load.generator import generate_load
@@ -33,9 +36,13 @@ class Handler(BaseHTTPRequestHandler):
     refused: ClassVar[range] = range(0)
     held: ClassVar[threading.Event | None] = None  # answers wait for it
     key: ClassVar[str] = ""  # that is asked for
+    loading: ClassVar[list[int]] = []  # statuses of the first answers to GET
 
     def do_GET(self) -> None:
         if not self._admitted():
+            return
+        if self.loading:
+            self._whole(self.loading.pop(0), {"error": {"message": "the model is loading"}})
             return
         self._whole(200 if self.path == "/v1/models" else 404, {"data": [{"id": "tiny"}]})
 
@@ -87,9 +94,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[str]:
+def serving(port: int = 0) -> Iterator[str]:
     Handler.asked, Handler.connections, Handler.drop_first, Handler.refused = [], set(), set(), range(0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -232,6 +239,36 @@ def test_a_server_that_wants_a_key_gets_the_environments(name: str, monkeypatch:
     monkeypatch.setenv(name, "sk-1\r\nX: y")
     with pytest.raises(UsageError, match="characters that no HTTP header can have"):
         OpenAIServer("localhost:1", "/v1/completions")
+
+
+@pytest.mark.parametrize("name", [None, "named"])
+def test_a_server_that_loads_is_waited_for(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before it listens; not beyond the time that it has."""
+    monkeypatch.setattr(openai_backend, "_ASK_AGAIN", 0.01)
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    later = threading.Thread(target=lambda: started.wait() and up.enter_context(serving(port)))
+    started, refused = threading.Event(), asyncio.open_connection
+    with ExitStack() as up:
+
+        async def connected(*given: Any, **options: Any) -> Any:
+            started.set()
+            return await refused(*given, **options)
+
+        monkeypatch.setattr(asyncio, "open_connection", connected)
+        later.start()
+        monkeypatch.setattr(Handler, "loading", [503, 503, 502])
+        with closing(OpenAIServer(f"127.0.0.1:{port}", "/v1/completions", name, patience=60.0)) as server:
+            assert (server.model, Handler.loading) == (name or "tiny", [])
+        later.join()
+        monkeypatch.setattr(Handler, "loading", [503] * 1000)
+        with pytest.raises(BenchError, match=r"HTTP 503\): is the server running"):
+            OpenAIServer(f"127.0.0.1:{port}", "/v1/completions", patience=0.05)
+        monkeypatch.setattr(Handler, "loading", [404])
+        with pytest.raises(BenchError, match="HTTP 404"):
+            OpenAIServer(f"127.0.0.1:{port}", "/v1/completions", patience=60.0)
+        assert Handler.loading == [], "asked once: it is ready, and lists no models"
 
 
 def test_no_server_is_said_at_once() -> None:
