@@ -99,9 +99,6 @@ MAY_NAME_THEM = {
     "tests/models/kernels/nvidia_kernels.py",
     "tests/tools/diagrams/recurrent.py",  # draw what these classes are
     "tests/tools/diagrams/speculation.py",
-    "tests/runtime/engine/exact_kernels.py",
-    "tests/runtime/engine/test_hybrid_trees.py",
-    "tests/runtime/engine/test_mixed_windows.py",
 }
 
 
