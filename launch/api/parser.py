@@ -75,7 +75,7 @@ class PreparedRequest:
     """A checked request: every field is legal for the model, the seed is set, max_tokens fits the shortest prompt.
 
     Of completions only: several ``prompts``; ``echo``: each answer begins with its prompt; ``hidden``: prompts are only
-    to be scored, and what is generated is not shown.
+    to be scored, and what is generated is not shown; ``scored``: prompt_logprobs were asked for, not only an echo's.
     """
 
     line: int
@@ -87,6 +87,7 @@ class PreparedRequest:
     model: str | None = None
     echo: bool = False
     hidden: bool = False
+    scored: bool = True
 
     @property
     def answers(self) -> int:
@@ -186,11 +187,11 @@ class RequestParser:
             return self._chat_request(number, line_id, _decode(line.body, ChatBody))
         body = _decode(line.body, CompletionBody)
         _refuse_unsupported(body, REFUSED, served_only=SERVED_ONLY_COMPLETIONS)
-        hidden = score_prompts(body)
+        scored, hidden = body.prompt_logprobs is not None, score_prompts(body)
         prompts = tuple(map(self._prompt, prompts_of(body)))
         sampling = self._sampling(body, line_id, body.max_tokens, COMPLETION_MAX_TOKENS, body.logprobs, *prompts)
-        form, priority, echo = Form.COMPLETION, _priority(body), bool(body.echo)
-        return PreparedRequest(number, line_id, form, prompts, sampling, priority, self._name(body), echo, hidden)
+        form, rest = Form.COMPLETION, (self._name(body), bool(body.echo), hidden, scored)
+        return PreparedRequest(number, line_id, form, prompts, sampling, _priority(body), *rest)
 
     def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
         if body.tool_choice == "none":

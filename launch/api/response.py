@@ -192,11 +192,12 @@ def _completion_choices(request: PreparedRequest, output: RequestOutput, tokeniz
         choice = {**_choice(completion), "text": echoed + completion.text, "logprobs": None}
         if completion.logprobs is not None:
             if before:
-                choice["logprobs"] = response_logprobs.of_completion(before, TokenPlaces(tokenizer))
+                places = TokenPlaces(tokenizer, source=output.prompt)
+                choice["logprobs"] = response_logprobs.of_completion(before, places)
             said = [(entry.token_id, entry) for entry in completion.logprobs]
             places = TokenPlaces(tokenizer, output.prompt_token_ids, len(echoed))
             choice["logprobs"] = response_logprobs.of_completion(said, places, choice["logprobs"])
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None and request.scored:
             choice["prompt_logprobs"] = response_logprobs.of_prompt(output.prompt_logprobs, tokenizer)
         choices.append(choice)
     return choices

@@ -20,12 +20,16 @@ Placed = tuple[int, TokenLogprob | None]  # a token and its entry, if it has one
 class TokenPlaces:
     """Text, bytes and place of an answer's tokens, while they come, after a prompt that ends with ``context``.
 
-    ``at``: characters of the text so far.
+    ``at``: characters of the text so far. ``source``: the text that the tokens were made from, which may have special
+    tokens by their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, context: Sequence[int] = (), at: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, context: Sequence[int] = (), at: int = 0, source: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.at = at
+        self._source = source or ""
         self._context = context
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._begun = False  # there is text
@@ -37,6 +41,10 @@ class TokenPlaces:
         if tokenizer is None:
             return "", b"", begin
         own = tokenizer.own_bytes(token_id)
+        name = tokenizer.silent_ids.get(token_id)
+        if name is not None and self._source.startswith(name, begin):
+            self.at += len(name)
+            return "", b"", begin
         if token_id in tokenizer.byte_ids:
             begin += len(self._run.decode("utf-8", "ignore"))
             self._run += own

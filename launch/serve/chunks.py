@@ -202,7 +202,8 @@ def _completion_choice(
     logprobs = None
     if asked.sampling.logprobs is not None:
         if asked.echo:
-            logprobs = response_logprobs.of_completion(zip(prompt, scores, strict=False), TokenPlaces(tokenizer))
+            places = TokenPlaces(tokenizer, source=asked.prompt_of(index).text)
+            logprobs = response_logprobs.of_completion(zip(prompt, scores, strict=False), places)
         said = [(p.token_id, None if p.logprob is None else _finite(p.logprob)) for p in pieces]
         places = TokenPlaces(tokenizer, prompt, len(shown))
         logprobs = response_logprobs.of_completion([] if asked.hidden else said, places, logprobs)

@@ -73,3 +73,13 @@ def test_without_a_tokenizer_tokens_are_shown_by_number() -> None:
                                                           "top_logprobs": [None], "text_offset": [0]})  # fmt: skip
     assert (row["tokens"], row["text_offset"]) == (["x", "<token 7>"], [0, 0])
     assert of_chat([entry], TokenPlaces(None))[0]["bytes"] == []
+
+
+def test_an_echoed_prompt_has_special_tokens_by_name() -> None:
+    tokenizer = small_tokenizers.byte_level()
+    text = "<|im_start|>a<|end|>b"
+    ids = tokenizer.encode(text)
+    row = of_completion([(token, None) for token in ids], TokenPlaces(tokenizer, source=text))
+    assert [text[offset:] for offset in row["text_offset"]] == [text, "a<|end|>b", "<|end|>b", "b"]
+    without = of_completion([(token, None) for token in ids], TokenPlaces(tokenizer))
+    assert without["text_offset"] == [0, 0, 1, 1]
