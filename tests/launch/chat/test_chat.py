@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -14,8 +15,9 @@ from launch.chat.command import _Conversation, run
 from launch.chat.options import ChatCommand
 from launch.cli import parse
 from launch.errors import UsageError
-from runtime.daemon.client import SlotClient
+from runtime.daemon.client import SlotClient, SlotError
 from runtime.daemon.frames import Kind
+from runtime.frontend.chat_template import ChatTemplate
 from tests.runtime.daemon.scripted import ScriptedEngine
 from tests.runtime.daemon.test_server import IDS, PATIENCE_S, alone, served
 
@@ -59,3 +61,20 @@ def test_the_template_is_that_of_the_daemon_s_folder(tmp_path: Path) -> None:
 def test_the_command_line() -> None:
     command = parse(["chat", "--connect", "x.sock", "--temperature", "0", "--plain"])
     assert command == ChatCommand("chat", Path("x.sock"), 256, 32, 0.0, None, plain=True)
+
+
+@pytest.mark.parametrize("template", [None, ChatTemplate("<s>{{ messages[0].content }}")])
+def test_a_template_writes_all_special_tokens_itself(template: ChatTemplate | None) -> None:
+    class Client(SlotClient):
+        def __init__(self) -> None:
+            self.asked: dict[str, Any] = {}
+
+        def start(self, prompt: Any, **options: Any) -> NoReturn:
+            self.asked = {"prompt": prompt, **options}
+            raise SlotError("enough")
+
+    client = Client()
+    command = ChatCommand("chat", Path("x"), 4, 4, None, None, plain=template is None)
+    _Conversation(client, command, template, io.StringIO()).hold(iter(["hi"]))
+    adds = client.asked.get("add_special_tokens", True)
+    assert (client.asked["prompt"], adds) == (("hi", True) if template is None else ("<s>hi", False))
