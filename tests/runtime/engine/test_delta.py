@@ -17,7 +17,7 @@ from models.batch_invariance import missing_invariance
 from runtime.engine import Engine
 from tests.models.tiny_delta import FAMILIES
 from tests.plant import Op, invariant_kernels, kernels_with
-from tests.runtime.engine.conftest import over_model
+from tests.runtime.engine.conftest import long, over_model
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import ending, live, people, prompt
 from tests.runtime.engine.rig import request, rig, run
@@ -27,7 +27,6 @@ from tests.runtime.engine.test_depths import Logprobs, mixture, outcome
 from tests.runtime.engine.test_hybrid import on_banks, whole
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.engine.test_windows import windows
-from tests.selection import covering
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -42,7 +41,7 @@ def test_token_by_token_equals_all_at_once(family: str) -> None:
     assert likely[49:-1].tolist() == list(answer)
 
 
-@FAMILY
+@pytest.mark.parametrize("family", [*map(long, [*FAMILIES][:-1]), [*FAMILIES][-1]])
 def test_a_mixture_at_every_depth(family: str) -> None:
     """In float32, with log-probabilities; chunks shorter than the convolution's window come up."""
     requests = mixture(4, count=10)
@@ -59,7 +58,10 @@ def test_a_mixture_at_every_depth(family: str) -> None:
         assert deep.by_request.keys() == serial.by_request.keys()
 
 
-@pytest.mark.parametrize(("family", "depth"), covering([*FAMILIES], (0, 2), at_once=1))
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [("qwen3-next", 2), *(long(family, depth) for family in FAMILIES for depth in (0, 2) if family != "qwen3-next")],
+)
 def test_what_belongs_to_nobody_reaches_nobody(family: str, depth: int) -> None:
     """NaN in the null slot, in free slots, in idle blocks, before every turn; rows are evicted meanwhile."""
     requests = mixture(11) + [request(20 + i, range(i, i + 40), max_tokens=50, stops=()) for i in range(4)]
@@ -97,7 +99,7 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     assert all(torch.equal(mine, oracle) for mine, oracle in zip(life(depth), serial, strict=True))
 
 
-@FAMILY
+@pytest.mark.parametrize("family", ["qwen3-next", long("qwen3.5"), long("qwen3.5-moe")])
 def test_two_ranks_hold_a_half_of_each_state(family: str) -> None:
     requests = mixture(3, count=8)
     shape = FAMILIES[family]
@@ -149,7 +151,9 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "how"), covering([*FAMILIES], [((3,), 0), ((2, 8), 2), ((33, 32, 1), 4)], at_once=1), ids=str
+    ("family", "how"),
+    [("qwen3.5", ((2, 8), 2)), *(long(family, ((33, 32, 1), 4)) for family in FAMILIES), ("qwen3-next", ((16, 1), 4))],
+    ids=str,
 )
 def test_windows_give_the_tokens_of_single_steps(
     family: str, how: tuple[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,8 @@ from tests.runtime.engine.rig import run
 DEMO = Path("models/demo")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_golden_outputs(depth: int) -> None:
     torch.set_num_threads(1)
     golden = json.loads((DEMO / "golden.json").read_text())["rows"]

@@ -86,9 +86,7 @@ def serial_mixture(seed: int, model: str) -> tuple[dict[int, Finished], Logprobs
     return serial, logprobs
 
 
-@pytest.mark.parametrize(
-    ("every_model", "depth", "seed"), over_models(DEPTHS, range(3), at_once=2), indirect=["every_model"]
-)
+@pytest.mark.parametrize(("every_model", "depth", "seed"), over_models(DEPTHS, range(3)), indirect=["every_model"])
 def test_a_mixture_of_everything(depth: int, seed: int) -> None:
     requests = mixture(seed)
     serial, serial_logprobs = serial_mixture(seed, str(rigs.TINY))

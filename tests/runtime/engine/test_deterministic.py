@@ -27,6 +27,7 @@ from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE
 from tests.plant import Op, invariant_kernels, kernels_with, reference_kernels
 from tests.runtime.engine import rig as over
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import rig, run
@@ -42,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, HYBRID: NEM
 
 @pytest.mark.parametrize(
     ("shape", "conditions"),
-    [("dense", CONDITIONS), ("sparse", CONDITIONS[2::2]), (HYBRID, CONDITIONS[2:5])],
+    [("dense", CONDITIONS), ("sparse", CONDITIONS[2::2]), (HYBRID, CONDITIONS[3:4]), long(HYBRID, CONDITIONS)],
 )
 def test_nothing_that_others_do_changes_a_bit(
     shape: str, conditions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -103,15 +104,20 @@ def chains_change_no_bit(over: Callable[..., Any], requests: Sequence[Request], 
     assert told.compared > 25
 
 
-@pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"], NEMOTRON], ids=["attention", "gated delta nets", "Mamba-2"])
-def test_chains_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
-    for width in (4, 16):
-        requests = questions(1, count=3, longest=20)
-        chains_change_no_bit(rig, requests, width, shape=shape, kernels=invariant_kernels())
+CHAINS: dict[str, dict[str, object]] = {"attention": {}, "gated delta nets": FAMILIES["qwen3.5"], "Mamba-2": NEMOTRON}
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [("attention", 16), *((name, 4) for name in [*CHAINS][1:]), *(long(name, 16) for name in [*CHAINS][1:])],
+)
+def test_chains_of_guesses_change_no_bit(shape: str, width: int) -> None:
+    requests = questions(1, count=3, longest=20)
+    chains_change_no_bit(rig, requests, width, shape=CHAINS[shape], kernels=invariant_kernels())
 
 
 def test_two_ranks_against_themselves() -> None:
-    requests = questions(2, 4)
+    requests = questions(2, 3, longest=20)
     model: dict[str, Any] = {"kernels": invariant_kernels()}
     with tensor_rig(2, depth=0, rows=1, mixed=None, prefix_caching=False, **model) as engine:
         expected = answers(engine, requests)

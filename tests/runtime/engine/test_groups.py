@@ -154,8 +154,12 @@ def test_groups_that_never_have_windows_replay_their_prompts() -> None:
         assert not any(name.startswith("fallbacks") for name in counters)
 
 
-@pytest.mark.parametrize(("chunks", "percent"), covering([*CHUNKS], (50, 0), at_once=1), indirect=["chunks"])
-def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigLimits, percent: int) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "percent", "depth"), covering([*CHUNKS], (50, 0), (0, 2), at_once=1), indirect=["chunks"]
+)
+def test_one_group_verifies_while_another_decodes_prefills_or_idles(
+    chunks: RigLimits, percent: int, depth: int
+) -> None:
     """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""
     few: dict[str, Any] = {"temperature": 0.5, "allowed_token_ids": (5, 6, 7), "max_tokens": 30}
     first = [request(i, (30 + i, 5, 6, 7, 5, 6, 7, 5), stops=(), **few) for i in range(2)]
@@ -166,18 +170,17 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(chunks: RigL
     proposer = proposer_for(speculative_config(keys))
     policy = Speculation(4, most_rows=2, mixed_percent=percent)
     arrivals = [{0: first, 40: late}, {3: many}]
-    for depth in (0, 2):
-        lives = Lives(arrivals, **within(chunks, depth=depth, proposer=proposer, speculation=policy))
-        assert outcome(lives.finished) == alone([*first, *many, *late])
-        assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
-        assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)
-        assert lives.counters[1]["speculation_off{batch}"] > 0
-        assert all(idle > 0 for idle in lives.idle_steps)
-        if chunks.get("mixed", MIXED) is not None and "prefill_buckets" in chunks:  # every step is a graph's
-            assert not any(name.startswith("fallbacks") for counters in lives.counters for name in counters)
-            assert set(CAPTURED) & set(lives.rows[0])
-        elif "prefill_buckets" in chunks:  # prompts and windows in turns: no step with chunks is captured
-            assert [counters["fallbacks{eager_prefill_groups}"] for counters in lives.counters] == [1, 1]
+    lives = Lives(arrivals, **within(chunks, depth=depth, proposer=proposer, speculation=policy))
+    assert outcome(lives.finished) == alone([*first, *many, *late])
+    assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+    assert all(counters["spec_num_drafts"] > 0 for counters in lives.counters)
+    assert lives.counters[1]["speculation_off{batch}"] > 0
+    assert all(idle > 0 for idle in lives.idle_steps)
+    if chunks.get("mixed", MIXED) is not None and "prefill_buckets" in chunks:  # every step is a graph's
+        assert not any(name.startswith("fallbacks") for counters in lives.counters for name in counters)
+        assert set(CAPTURED) & set(lives.rows[0])
+    elif "prefill_buckets" in chunks:  # prompts and windows in turns: no step with chunks is captured
+        assert [counters["fallbacks{eager_prefill_groups}"] for counters in lives.counters] == [1, 1]
 
 
 @pytest.mark.parametrize(("depth", "launched"), covering((0, 2), ("launched", "captured"), at_once=1))
@@ -206,8 +209,8 @@ def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int,
     assert all(idle > 0 for idle in lives.idle_steps)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5-moe", "nemotron-h"])
-def test_each_group_has_snapshots_of_its_own(family: str) -> None:
+@pytest.mark.parametrize(("family", "windows"), covering(("qwen3.5-moe", "nemotron-h"), (False, True), at_once=1))
+def test_each_group_has_snapshots_of_its_own(family: str, windows: bool) -> None:
     """Models with recurrent layers and experts, their shared one on each group: prefix hits in both groups, while the
     other one goes on; with windows, too."""
     shape = HYBRIDS[family]
@@ -217,15 +220,14 @@ def test_each_group_has_snapshots_of_its_own(family: str) -> None:
         for i, stem in enumerate(stems)
     ]
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    windows: RigLimits = {"proposer": proposer_for(speculative_config(keys)), "speculation": Speculation(4)}
+    drafting: RigLimits = {"proposer": proposer_for(speculative_config(keys)), "speculation": Speculation(4)}
     limits: RigLimits = {"depth": 2, "max_prefill_tokens": 16, "snapshots": SnapshotPolicy(6, 2, 1), "shape": shape}
     with rig(depth=0, kernels=exact_kernels(), dtype=torch.float64, prefix_caching=False, shape=shape) as engine:
         expected = outcome(run(engine, [one for group in arrivals for due in group.values() for one in due]))
-    for more in (RigLimits(), windows):
-        lives = Lives(arrivals, **within(limits, **more))
-        assert outcome(lives.finished) == expected
-        assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
-        assert all(counters["snapshot_restores"] >= 2 for counters in lives.counters)
+    lives = Lives(arrivals, **within(limits, **(drafting if windows else {})))
+    assert outcome(lives.finished) == expected
+    assert lives.rows[0] == lives.rows[1], "the same exchanges on every group"
+    assert all(counters["snapshot_restores"] >= 2 for counters in lives.counters)
 
 
 def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLimits) -> None:

@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, "hybrid": H
 EXACT: dict[str, Any] = {"kernels": exact_kernels(), "dtype": torch.float64}
 
 
-@pytest.mark.parametrize(("depth", "model", "buckets"), covering((0, *DEPTHS), [*SHAPES], ((), BUCKETS)))
+@pytest.mark.parametrize(("depth", "model", "buckets"), covering((0, *DEPTHS), [*SHAPES], ((), BUCKETS), at_once=1))
 def test_mixed_steps_give_the_tokens_of_separate_ones(
     depth: int, model: str, buckets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from tests.models.tiny_nemotron import NEMOTRON
-from tests.runtime.engine.conftest import over_model
+from tests.runtime.engine.conftest import long, over_model
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import ending, live, oracle, people, prompt, same
 from tests.runtime.engine.rig import TINY, request, rig, run
@@ -59,7 +59,7 @@ def test_chunks_of_any_length_give_the_same_logprobs(chunk: int) -> None:
     same(life, oracle(requests, shape=_Frozen.of(NEMOTRON)))
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("depth", [long(0), 2, long(4)])
 def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> None:
     requests = mixture(11)
     with rig(shape=NEMOTRON, depth=depth) as engine:
@@ -98,7 +98,7 @@ def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
         torch.testing.assert_close(mine, expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [long(1), long(2), 4])
 def test_a_slot_is_cleared_for_whom_it_is_given_next(depth: int) -> None:
     """Evicted under memory pressure and recomputed, cancelled, paused: the slot's next owner starts from zeros."""
     requests = mixture(7)
@@ -121,7 +121,7 @@ def test_a_slot_is_cleared_for_whom_it_is_given_next(depth: int) -> None:
     assert found == serial
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [long(2), 4])
 def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
     """Four ranks over two groups: each group's B and C twice, and a norm over two ranks' channels."""
     requests = mixture(3, count=8)
@@ -134,7 +134,7 @@ def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
     assert (held == full // 2) if ranks == 2 else (full // 4 < held < full // 2)
 
 
-@pytest.mark.parametrize(("widths", "depth"), [((3,), 0), ((2, 8), 2), ((33, 32, 1), 4)], ids=str)
+@pytest.mark.parametrize(("widths", "depth"), [((2, 8), 2), long((33, 32, 1), 4)], ids=str)
 def test_windows_give_the_tokens_of_single_steps(
     widths: tuple[int, ...], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
