@@ -32,28 +32,25 @@ class TokenPlaces:
         self._source = source or ""
         self._context = context
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._begun = False  # there is text
+        self._begun = self._first = False  # there is text; there was none before the latest token
         self._run = bytearray()  # of tokens that are one byte each: a text only as a whole
 
-    def push(self, token_id: int) -> tuple[str, bytes, int]:
-        """Of the next token. All bytes put together are the text's UTF-8; parts of a character have its place."""
+    def push(self, token_id: int) -> int:
+        """The offset of the next token. Parts of a character have the character's."""
         tokenizer, begin = self.tokenizer, self.at
         if tokenizer is None:
-            return "", b"", begin
-        own = tokenizer.own_bytes(token_id)
+            return begin
+        self._first = not self._begun
         name = tokenizer.silent_ids.get(token_id)
         if name is not None and self._source.startswith(name, begin):
             self.at += len(name)
-            return "", b"", begin
+            return begin
+        _, own = self.shown(token_id)
+        self._begun = self._begun or bool(tokenizer.own_bytes(token_id))
         if token_id in tokenizer.byte_ids:
             begin += len(self._run.decode("utf-8", "ignore"))
             self._run += own
-            self._begun = True
-            return tokenizer.own_text(token_id), own, begin
-        if own and not self._begun:  # a text's first token may lose its space
-            self._begun = True
-            if not tokenizer.context_free:
-                own = tokenizer.decode([token_id], self._context).encode()
+            return begin
         if own and self._run:
             whole = self._run.decode("utf-8", "ignore")
             self.at += len(whole) if whole.encode() == self._run else len(self._run)
@@ -61,7 +58,16 @@ class TokenPlaces:
             begin = self.at
         fresh, text = self._decode(own), own.decode("utf-8", "replace")
         self.at += len(fresh)
-        return text, own, self.at - len(text) if fresh.endswith(text) else begin
+        return self.at - len(text) if fresh.endswith(text) else begin
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """Text and bytes of a token in the place of the latest one, where the first of a whole text may lose its space.
+        The bytes of an answer's tokens, put together, are its UTF-8."""
+        tokenizer = self.tokenizer
+        own = b"" if tokenizer is None else tokenizer.own_bytes(token_id)
+        if own and self._first and tokenizer and not tokenizer.context_free and token_id not in tokenizer.byte_ids:
+            own = tokenizer.decode([token_id], self._context).encode()
+        return own.decode("utf-8", "replace") or f"<token {token_id}>", own
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
@@ -86,35 +92,33 @@ def of_completion(placed: Iterable[Placed], places: TokenPlaces, before: Row | N
     """
     row: Row = before or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in placed:
-        text, _, offset = places.push(token)
-        row["tokens"].append(text or f"<token {token}>")
+        row["text_offset"].append(places.push(token))
+        row["tokens"].append(places.shown(token)[0])
         row["token_logprobs"].append(None if entry is None else entry.logprob)
-        row["top_logprobs"].append(None if entry is None else _by_text(entry, places.tokenizer))
-        row["text_offset"].append(offset)
+        row["top_logprobs"].append(None if entry is None else _by_text(entry, places))
     return row
 
 
-def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
+def _by_text(entry: TokenLogprob, places: TokenPlaces) -> dict[str, float]:
     """Text -> value; of tokens that read the same, the likeliest."""
-    shown: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-        shown.setdefault(token_text(token, tokenizer), value)
-    return shown
+        by_text.setdefault(places.shown(token)[0], value)
+    return by_text
 
 
 def of_chat(entries: Iterable[TokenLogprob], places: TokenPlaces) -> list[Row]:
     """``logprobs.content`` of an OpenAI chat."""
-    tokenizer = places.tokenizer
 
-    def alternative(token_id: int, logprob: float) -> Row:
-        own = b"" if tokenizer is None else tokenizer.own_bytes(token_id)
-        return {"token": token_text(token_id, tokenizer), "logprob": logprob, "bytes": list(own)}
+    def row(token_id: int, logprob: float) -> Row:
+        text, own = places.shown(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(own)}
 
     rows = []
     for entry in entries:
-        text, own, _ = places.push(entry.token_id)
-        row = {"token": text or f"<token {entry.token_id}>", "logprob": entry.logprob, "bytes": list(own)}
-        rows.append({**row, "top_logprobs": [alternative(token, value) for token, value in entry.top]})
+        places.push(entry.token_id)
+        top = [row(token, value) for token, value in entry.top]
+        rows.append({**row(entry.token_id, entry.logprob), "top_logprobs": top})
     return rows
 
 

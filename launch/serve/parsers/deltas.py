@@ -15,7 +15,7 @@ Delta = dict[str, Any]  # {"content": ...} or {"tool_calls": [...]}
 class ToolParser(Protocol):
     """One answer's text in pieces of any size, deltas out, in order: they do not depend on how the text was cut.
 
-    ``marks``: the texts that tell a call from content. A token that is one of them is text even if it is special.
+    ``marks``: the texts that separate calls from content. A token that is one of them is text even if it is special.
     ``calls``: those that began.
     """
 

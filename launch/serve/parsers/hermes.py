@@ -120,7 +120,7 @@ class _Call:
         return [*deltas, *self._arguments()], rest
 
     def _look(self) -> str | None:
-        """Goes on to the closing mark; see ``feed``."""
+        """Reads up to the closing mark; see ``feed``."""
         while self._at < len(self.raw):
             character = self.raw[self._at]
             if character == "<" and not self._in_text:

@@ -83,3 +83,17 @@ def test_an_echoed_prompt_has_special_tokens_by_name() -> None:
     assert [text[offset:] for offset in row["text_offset"]] == [text, "a<|end|>b", "<|end|>b", "b"]
     without = of_completion([(token, None) for token in ids], TokenPlaces(tokenizer))
     assert without["text_offset"] == [0, 0, 1, 1]
+
+
+def test_the_first_token_of_a_text_reads_as_its_alternatives_do() -> None:
+    """So whether it is the likeliest one can be seen by its text (lm-eval does)."""
+    tokenizer = small_tokenizers.sentencepiece()
+    the, *_ = tokenizer.encode("the", add_special_tokens=False)
+    entries = [TokenLogprob(the, -0.5, 1, ((the, -0.5),))] * 2
+    row = of_completion([(the, entry) for entry in entries], TokenPlaces(tokenizer, [1]))
+    assert row["tokens"] == ["the", " the"]
+    assert row["top_logprobs"] == [{"the": -0.5}, {" the": -0.5}]
+    first, second = of_chat(entries, TokenPlaces(tokenizer, [1]))
+    assert (first["token"], first["bytes"]) == ("the", list(b"the"))
+    assert first["top_logprobs"][0]["bytes"] == first["bytes"]
+    assert second["top_logprobs"][0]["bytes"] == second["bytes"] == list(b" the")
