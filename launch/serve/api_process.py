@@ -5,8 +5,8 @@ Does not know: routes (app.py), how it was started (processes.py), torch: it nev
 
 LINK and LISTENER are file descriptors: one end of a socketpair with rank 0, and a listening socket that rank 0 keeps
 open, so that connections wait in the kernel while an API process is started again. The settings come over LINK, for a
-command line is no place for keys. SIGTERM and SIGINT are ignored: they are rank 0's business, and a launcher may send
-them to every process of a job.
+command line is no place for keys. SIGTERM, SIGINT and SIGHUP are ignored: they are rank 0's business, and a launcher
+may send them to every process of a job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -34,7 +33,6 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
 
-_SAVE_SECONDS = 1.0
 _LAST_SECONDS = 5.0  # for answers that are on their way when rank 0 is gone
 _BACKLOG = 2048
 _CONNECTIONS = 65535
@@ -54,7 +52,7 @@ class _Server(uvicorn.Server):
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 after a goodbye of rank 0, 1 when it is gone without one."""
     link, listener = (socket.socket(fileno=int(number)) for number in arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -101,11 +99,11 @@ async def _serve(link: socket.socket, listener: socket.socket, files: int) -> in
         settings = decoded(await came)
     except asyncio.CancelledError:
         return 1  # rank 0 ended before it said anything
-    metrics = Metrics(Path(settings.metrics), settings.index)
+    metrics = Metrics(settings.metrics, settings.index)
     app = ServeApp(settings, engine, metrics, *_texts(settings))
     server = _Server(_config(app, settings, files))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    saving = asyncio.ensure_future(_save_now_and_then(metrics))
+    saving = asyncio.ensure_future(_each_second(metrics, engine))
     ending = asyncio.ensure_future(over.wait())
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
@@ -150,9 +148,10 @@ def _config(app: ServeApp, settings: ServerSettings, files: int) -> uvicorn.Conf
     )
 
 
-async def _save_now_and_then(metrics: Metrics) -> None:
+async def _each_second(metrics: Metrics, engine: RemoteEngine) -> None:
     while True:
-        await asyncio.sleep(_SAVE_SECONDS)
+        engine.say_alive()
+        await asyncio.sleep(1.0)
         metrics.save()
 
 

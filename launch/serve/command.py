@@ -40,7 +40,7 @@ log = logging.getLogger("lockstride")
 
 
 class ApiProcessesFailed(RuntimeError):
-    """The API processes die again and again: their own log says why."""
+    """No API process ever came up: their own log says why."""
 
 
 def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> int:
@@ -110,7 +110,7 @@ def _lead(
 
         def tend() -> None:
             if processes.given_up.is_set():
-                raise ApiProcessesFailed("API processes die again and again: see their messages above")
+                raise ApiProcessesFailed("no API process comes up: see their messages above")
             if interrupts.signal is not None:
                 server.drain(options.drain_seconds)
             if interrupts.hurry:
@@ -171,6 +171,7 @@ def settings_of(
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             _beside(options.address_file).touch()
             _beside(options.address_file).unlink()
+            options.address_file.unlink(missing_ok=True)  # of a server that was killed
         except OSError as error:
             raise UsageError(f"--address-file {options.address_file} cannot be written: {error}") from error
     try:
@@ -180,7 +181,6 @@ def settings_of(
     return ServerSettings(
         model=config.model,
         names=tuple(options.served_model_name or (config.model,)),
-        metrics="",
         defaults=defaults,
         max_tokens=options.max_tokens,
         chat_template=None if options.chat_template is None else str(options.chat_template),

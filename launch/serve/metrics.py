@@ -3,19 +3,19 @@
 Knows: names, labels and buckets; how the counts of several API processes become one. Does not know: when anything
 happens (app.py, generation.py tell it), what an engine's counters mean (runtime/counters.py).
 
-Each API process keeps its counts in memory and leaves them in a file once a second; whichever is asked adds up its own
-and the files of the others. A process that is started again goes on from the file of the one before it.
+Each API process keeps its counts and leaves them in memory that all of them share once a second; whichever is asked
+adds up its own and those of the others. A process that is started again begins with the counts of the one before it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
+from zlib import crc32
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -92,6 +92,8 @@ _BY_POSITION: Final = (  # of a window: engine counter, metric, help text; the f
         "Proposals behind none but kept ones; of them those that were kept are the recall@1 of the place.",
     ),
 )
+_HEAD: Final = struct.Struct("<QII")  # of what is saved: its number, its length, its CRC
+_ROOM: Final = 1 << 20  # bytes
 _LABEL: Final = re.compile(r"(\w+)\{(.*)\}")
 
 
@@ -138,13 +140,14 @@ def _fresh() -> Counts:
 
 
 class Metrics:
-    """The counts of this process, ``index`` of those that share ``folder``."""
+    """The counts of this process, number ``index`` of those that share ``files``: memory (memfd), one for each."""
 
-    def __init__(self, folder: Path, index: int) -> None:
-        self._file = folder / f"metrics-{index}.msgpack"
-        self._folder = folder
+    def __init__(self, files: Sequence[int], index: int) -> None:
+        self._files = files
+        self._index = index
         self.own = _fresh()
-        self.own.add(_read(self._file))
+        self._saved, before = _read(files[index]) if files else (0, Counts())
+        self.own.add(before)
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         histogram = self.own.histograms[name]
@@ -170,19 +173,20 @@ class Metrics:
         timed.sum += seconds
 
     def save(self) -> None:
-        """For the other processes, and the next one in this one's place. A full disk costs the others' view."""
-        with contextlib.suppress(OSError):
-            temporary = self._file.with_suffix(".tmp")
-            temporary.write_bytes(msgspec.msgpack.encode(self.own))
-            os.replace(temporary, self._file)
+        """For the other processes and the next one in this one's place: at two places in turn, so that one is whole."""
+        data = msgspec.msgpack.encode(self.own)
+        if self._files and len(data) <= _ROOM - _HEAD.size:
+            self._saved += 1
+            head = _HEAD.pack(self._saved, len(data), crc32(data))
+            os.pwrite(self._files[self._index], head + data, self._saved % 2 * _ROOM)
 
     def all(self) -> Counts:
         """Of all processes."""
         total = _fresh()
         total.add(self.own)
-        for file in sorted(self._folder.glob("metrics-*.msgpack")):
-            if file != self._file:
-                total.add(_read(file))
+        for index, file in enumerate(self._files):
+            if index != self._index:
+                total.add(_read(file)[1])
         return total
 
     def text(self, model: str, ready: Ready | None, stats: Stats | None) -> bytes:
@@ -192,11 +196,16 @@ class Metrics:
         return generate_latest(registry)
 
 
-def _read(file: Path) -> Counts:
-    try:
-        return msgspec.msgpack.decode(file.read_bytes(), type=Counts)
-    except (OSError, msgspec.MsgspecError):
-        return Counts()
+def _read(file: int) -> tuple[int, Counts]:
+    """What was saved last, and how often something was."""
+    newest = 0, Counts()
+    for place in (0, _ROOM):
+        head = os.pread(file, _HEAD.size, place).ljust(_HEAD.size, b"\0")
+        number, length, sum_of = _HEAD.unpack(head)
+        data = os.pread(file, length, place + _HEAD.size)
+        if number > newest[0] and crc32(data) == sum_of:
+            newest = number, msgspec.msgpack.decode(data, type=Counts)
+    return newest
 
 
 class _Page(Collector):

@@ -73,8 +73,8 @@ def add_serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "serve",
         help="an OpenAI-compatible server",
         description="Serve completions and chats over HTTP, as OpenAI's API does. SIGTERM drains: what runs may finish "
-        "within --drain-seconds; a second one ends it. Exit code: 143 or 130 after SIGTERM or SIGINT, 2 the command "
-        "line is wrong, 70 the engine failed.",
+        "within --drain-seconds; a second one ends it. Exit code: 143, 130 or 129 after SIGTERM, SIGINT or SIGHUP, 2 "
+        "the command line is wrong, 70 the engine failed.",
         allow_abbrev=False,
     )
     _add_options(serve)

@@ -16,7 +16,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -36,8 +35,10 @@ from runtime.frontend.serve_messages import Setup
 _ROOT = Path(__file__).resolve().parents[2]
 _BACKLOG = 2048
 _LINK_BYTES = 4 << 20  # the kernel's buffer of a connection
-_MOST_DEATHS = 5
-_WITHIN_SECONDS = 30.0
+_FREE_DEATHS = 3  # after more, the next start is put off
+_WITHIN_SECONDS = 60.0
+_LONGEST_PAUSE = 10.0  # seconds
+_MOST_STARTS = 5  # of processes of which none has ever said a word
 _END_SECONDS = 6.0
 
 log = logging.getLogger("lockstride")
@@ -56,12 +57,13 @@ class ApiProcesses:
     def __init__(self, settings: ServerSettings, listeners: Sequence[socket.socket]) -> None:
         self._settings = settings
         self._listeners = list(listeners)
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstride-serve-")
+        self._metrics = [os.memfd_create(f"lockstride metrics {at}") for at in range(len(self._listeners))]
         self._children: dict[ApiLink, _Child] = {}
         self._deaths: deque[float] = deque()
         self._lock = threading.Lock()
-        self._closing = False
-        self.given_up = threading.Event()  # they die again and again
+        self._closing = threading.Event()
+        self._served = False  # one of them has said something
+        self.given_up = threading.Event()  # none has, and they die again and again
 
     def start(self) -> list[ApiLink]:
         return [self._start(index).link for index in range(len(self._listeners))]
@@ -73,7 +75,7 @@ class ApiProcesses:
     def close(self) -> None:
         """Wait for those that were said goodbye to; kill what does not leave."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             children = list(self._children.values())
         until = time.monotonic() + _END_SECONDS
         for child in children:
@@ -85,7 +87,8 @@ class ApiProcesses:
             child.link.close()
         for listener in self._listeners:
             listener.close()
-        self._folder.cleanup()
+        for file in self._metrics:
+            os.close(file)
 
     def drop_counts(self) -> None:
         """Clear the folder of counts away before this process is ended at once; API processes lose no more by it."""
@@ -108,12 +111,12 @@ class ApiProcesses:
         process = subprocess.Popen(
             [sys.executable, "-m", "launch.serve.api_process", *map(str, handed)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"},
-            pass_fds=handed,
+            pass_fds=(*handed, *self._metrics),
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         link = ApiLink(mine)
-        settings = msgspec.structs.replace(self._settings, index=index, metrics=self._folder.name)
+        settings = msgspec.structs.replace(self._settings, index=index, metrics=tuple(self._metrics))
         link.send(Setup(encoded(settings)))
         child = _Child(index, process, link)
         self._children[link] = child
@@ -126,19 +129,29 @@ class ApiProcesses:
         with suppress(OSError):
             child.process.kill()  # its connection is closed: whatever it does, nobody hears of it
         child.process.wait()
+        self._served = self._served or lost.heard
+        while not self._closing.wait(self._pause()):
+            with self._lock, suppress(OSError):  # no process, no file: the next try may find one
+                if self._closing.is_set():
+                    return
+                connect(self._start(child.index).link)
+                return
+
+    def _pause(self) -> float:
+        """Seconds until the next start, after one more death: the more of them lately, the longer."""
+        now = time.monotonic()
         with self._lock:
-            now = time.monotonic()
             self._deaths.append(now)
-            while self._deaths and now - self._deaths[0] > _WITHIN_SECONDS:
+            while now - self._deaths[0] > _WITHIN_SECONDS:
                 self._deaths.popleft()
-            if len(self._deaths) > _MOST_DEATHS:
-                log.error("API processes died %d times within %g s", len(self._deaths), _WITHIN_SECONDS)
-                self.given_up.set()
-                return
-            if self._closing:
-                return
-            fresh = self._start(child.index)
-        connect(fresh.link)
+            dead = len(self._deaths)
+        if not self._served and dead > _MOST_STARTS:
+            self.given_up.set()
+        if dead <= _FREE_DEATHS:
+            return 0.0
+        pause = min(_LONGEST_PAUSE, 2.0 ** (dead - _FREE_DEATHS - 1))
+        log.error("API processes died %d times within %g s: the next is started in %g s", dead, _WITHIN_SECONDS, pause)
+        return pause
 
 
 def listeners(host: str, port: int, uds: Path | None, processes: int) -> tuple[list[socket.socket], str]:

@@ -21,13 +21,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``names``: what the model is called in requests; the first is reported. ``defaults``: sampling where a request
     does not say; ``max_tokens`` the same for that one, None for the OpenAI API's.
 
-    ``index`` of ``processes``: which API process this is. ``metrics``: a folder where all of them leave their counts.
-    ``version``: Lockstride's. ``retry_after``: seconds that a refused client is told to wait.
+    ``index`` of ``processes``: which API process this is. ``metrics``: descriptors of memory where they leave their
+    counts, one for each. ``version``: Lockstride's. ``retry_after``: seconds that a refused client is told to wait.
     """
 
     model: str
     names: tuple[str, ...]
-    metrics: str
+    metrics: tuple[int, ...] = ()
     defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)
     max_tokens: int | None = None
     chat_template: str | None = None

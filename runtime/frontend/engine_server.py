@@ -7,8 +7,8 @@ Does not know: HTTP, text, tokenizers (all in the API processes), how processes 
                           each API process; never blocks on them
     the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
 
-An API process that dies, breaks the protocol or takes nothing any more loses its connection: its requests are cancelled
-on all ranks, and whoever starts API processes is asked for another one.
+An API process that dies, hangs, breaks the protocol or takes nothing any more loses its connection: its requests are
+cancelled on all ranks, and whoever starts API processes is asked for another one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from runtime.frontend.engine_protocol import EngineProtocol, Occupancy
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.serve_messages import (
     ITERATION_BUCKETS,
+    Alive,
     Beat,
     Bye,
     Columns,
@@ -57,6 +58,8 @@ _IDLE_SECONDS = 0.25  # longest wait for an order before the engine is asked aga
 _BEAT_SECONDS = 0.5
 _STATS_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # a rank that said nothing for so long is named
+_QUIET_SECONDS = 20.0  # of an API process, which speaks every second: after that it hangs
+_QUIET_AT_START = 120.0  # until its first word, while it imports and loads a tokenizer
 _MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is given up
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 1e-3  # poll() waits for whole milliseconds
@@ -88,6 +91,8 @@ class ApiLink:
         end.setblocking(False)
         self.socket = end
         self.lost: str | None = None  # why nothing goes here any more
+        self.heard = False  # the API process has said something
+        self._quiet = 0.0
         self._reader = FrameReader()
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
@@ -133,20 +138,23 @@ class ApiLink:
         except OSError as error:
             self.lost = f"its connection broke: {error.strerror}"
 
-    def receive(self) -> list[Submit | Drop]:
-        """What has come. Sets ``lost`` at the end of the connection and for what is no message."""
+    def receive(self, passed: float = 0.0) -> list[Submit | Drop]:
+        """What has come, _READ_BYTES at most: the rest waits for the next turn. ``passed``: seconds since the last one.
+
+        Sets ``lost`` at the end of the connection, for what is no message, and after too long a silence.
+        """
         orders: list[Submit | Drop] = []
+        self._quiet += passed
         try:
-            while self.lost is None:
-                data = self.socket.recv(_READ_BYTES)
-                if not data:
-                    self.lost = "it ended"
-                    break
-                orders += [from_api(body) for body in self._reader.bodies(data)]
-                if len(data) < _READ_BYTES:
-                    break
+            if self.lost is None and not (data := self.socket.recv(_READ_BYTES)):
+                self.lost = "it ended"
+            if self.lost is None:
+                self.heard, self._quiet = True, 0.0
+                messages = [from_api(body) for body in self._reader.bodies(data)]
+                orders = [message for message in messages if not isinstance(message, Alive)]
         except BlockingIOError:
-            pass
+            if self._quiet > (_QUIET_SECONDS if self.heard else _QUIET_AT_START):
+                self.lost = f"it has said nothing for {self._quiet:.0f} s"
         except FrameRefused as error:
             self.lost = f"it broke the protocol: {error}"
         except OSError as error:
@@ -252,6 +260,7 @@ class EngineServer:
         self._keys: dict[ApiLink, dict[int, Hashable]] = {link: {} for link in links}
         self._news: dict[ApiLink, _News] = {}
         self._stats_at = 0.0
+        self._looked_at = time.monotonic()
         self._draining: float | None = None  # when what runs then is cancelled
         self._hurried: float | None = None  # when it is left alone even if it has not come back
         self.restarts = 0
@@ -337,10 +346,13 @@ class EngineServer:
             self._links.append(link)
             self._keys[link] = {}
             self._greet([link])
+        now = time.monotonic()
+        passed = min(now - self._looked_at, 1.0)  # a process that was stopped with this one need not have hung
+        self._looked_at = now
         for link in list(self._links):
             if link.behind:
                 link.flush()
-            for order in link.receive():
+            for order in link.receive(passed):
                 if isinstance(order, Submit):
                     self._submit(link, order)
                 else:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.serve_messages import (
+    Alive,
     Beat,
     Bye,
     Columns,
@@ -220,6 +221,11 @@ class RemoteEngine(asyncio.Protocol):
         """Have the engine end them. Here they count as live until it has let go of them."""
         if self._transport is not None and self.ended is None:
             self._transport.write(framed(Drop(tuple(s.local for s in sequences), reason)))
+
+    def say_alive(self) -> None:
+        """To rank 0, which replaces a process that is silent."""
+        if self._transport is not None and self.ended is None:
+            self._transport.write(framed(Alive()))
 
     # ---- health ----
 

@@ -188,8 +188,12 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
     reason: FinishReason
 
 
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Once a second, from the event loop: a process that hangs says nothing."""
+
+
 ToApi = Setup | Ready | Step | Beat | Stats | Drain | Bye
-ToEngine = Submit | Drop
+ToEngine = Submit | Drop | Alive
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE = msgspec.msgpack.Decoder(ToApi)

@@ -113,7 +113,7 @@ class Watchdog(Progress):
         brings, must not be quicker.
         """
         if self.options.whole_process and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
 
     def fail(self, reason: BaseException | str) -> None:

@@ -28,6 +28,7 @@ MAX_PATH = 107  # sun_path has 108 bytes, the last one is a zero
 _SEND_BUFFER = 4 << 20  # asked for; the kernel may give less
 _CREDENTIALS = struct.Struct("3i")
 _TRUE_SIZE, _NO_SIGNAL = int(socket.MSG_TRUNC), int(socket.MSG_NOSIGNAL)
+_OLD_SECONDS = 600.0  # of a socket that may be another job's: one that was just bound does not answer yet
 _GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError)
 
 
@@ -69,9 +70,13 @@ def private_directory(directory: Path) -> None:
 
 
 def listen(path: Path, backlog: int = 64) -> socket.socket:
-    """A non-blocking listener at ``path``; removes the socket of a dead process."""
+    """A non-blocking listener at ``path``; removes sockets of dead processes, there and next to it."""
     private_directory(path.parent)
     _clean_stale(path)
+    for other in path.parent.iterdir():  # of jobs that were killed before all their ranks were connected
+        with contextlib.suppress(OSError, SocketPlaceError):
+            if time.time() - other.lstat().st_ctime > _OLD_SECONDS:
+                _clean_stale(other)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         os.fchmod(listener.fileno(), 0o600)  # Linux gives the path the socket's own mode; an umask would be everybody's

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -198,20 +196,19 @@ async def served(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    with tempfile.TemporaryDirectory() as folder:
-        made = ServerSettings(model="none", names=("m",), metrics=folder, max_queued=max_queued, **settings)
-        chat = None if template is None else ChatTemplate(template)
-        app = ServeApp(made, engine, Metrics(Path(folder), 0), tokenizer or small_tokenizers.byte_level(), chat)
-        client = Client(app, engine, fake, server)
-        await client.until(lambda: engine.ready is not None)
-        try:
-            yield client
-        finally:
-            fake.hold.clear()
-            server.drain(0.0)
-            await asyncio.to_thread(thread.join, PATIENCE)
-            beats.stop()
-            link.close()
+    made = ServerSettings(model="none", names=("m",), max_queued=max_queued, **settings)
+    chat = None if template is None else ChatTemplate(template)
+    app = ServeApp(made, engine, Metrics((), 0), tokenizer or small_tokenizers.byte_level(), chat)
+    client = Client(app, engine, fake, server)
+    await client.until(lambda: engine.ready is not None)
+    try:
+        yield client
+    finally:
+        fake.hold.clear()
+        server.drain(0.0)
+        await asyncio.to_thread(thread.join, PATIENCE)
+        beats.stop()
+        link.close()
     assert not thread.is_alive()
     if failures:
         raise failures[0]

@@ -58,6 +58,14 @@ def test_the_folder_of_the_address_is_made_before_anything_is_loaded(tmp_path: P
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_the_address_of_a_server_that_was_killed_is_removed(tmp_path: Path) -> None:
+    """Whoever waits for the file would take it for the new one's."""
+    file = tmp_path / "address"
+    file.write_text("http://127.0.0.1:1")
+    settings("--address-file", str(file))
+    assert not file.exists()
+
+
 def test_beyond_loopback_a_key_or_insecure_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")

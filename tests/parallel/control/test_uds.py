@@ -109,6 +109,20 @@ def test_a_dead_socket_is_cleaned_away_and_a_live_one_is_not(tmp_path: Path) -> 
         listen(path)
 
 
+def test_sockets_of_other_jobs_that_were_killed_are_cleaned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "private"
+    with listen(folder / "live"), listen(folder / "mine"):
+        listen(folder / "dead").close()
+        (folder / "file").write_text("not a socket")
+        listen(folder / "another").close()
+        assert len(list(folder.iterdir())) == 5, "they may be young: bound, and not listened on yet"
+        monkeypatch.setattr(uds, "_OLD_SECONDS", -1.0)
+        listen(folder / "dead").close()
+        assert {path.name for path in folder.iterdir()} == {"live", "mine", "file", "dead"}
+
+
 def test_another_user_is_turned_away_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "private" / "socket"
     with listen(path) as listener:
