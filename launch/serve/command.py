@@ -99,13 +99,8 @@ def _lead(
     def replace(lost: ApiLink, why: str) -> None:
         processes.replace(lost, server.connect)
 
-    def end(why: str) -> None:
-        """The watchdog leaves this process without going through any ``finally``."""
-        server.end(why)
-        processes.drop_counts()
-
     server = EngineServer(engine, links, beats, max_queued=options.max_queued_requests, replace=replace)
-    engine.tell_verdict(end)
+    engine.tell_verdict(server.end)
     with Interrupts() as interrupts:
 
         def tend() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -89,13 +88,6 @@ class ApiProcesses:
             listener.close()
         for file in self._metrics:
             os.close(file)
-
-    def drop_counts(self) -> None:
-        """Clear the folder of counts away before this process is ended at once; API processes lose no more by it."""
-        gone = f"{self._folder.name}.gone"
-        with suppress(OSError):
-            os.rename(self._folder.name, gone)  # first: one that saves its counts meanwhile would put a file into it
-            shutil.rmtree(gone, ignore_errors=True)
 
     @property
     def pids(self) -> list[int]:

@@ -356,7 +356,7 @@ def test_a_stopped_rank_is_seen_in_health_and_in_the_stream(tmp_path: Path) -> N
         (failure,) = failures
         assert "rank 1" in str(failure)
         assert server.running.wait(PATIENCE).returncode != 0
-        assert not any(temporary.glob("lockstride-serve-*")), "the watchdog ended rank 0, and its counts stayed"
+        assert not any(temporary.glob("lockstride-serve-*")), "the watchdog ended rank 0, and a file of it stayed"
 
 
 def test_a_sigterm_while_the_model_loads_leaves_no_file() -> None:
