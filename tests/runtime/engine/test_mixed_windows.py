@@ -199,7 +199,7 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def narrower(*, depth: int, **limits: Any) -> Life:
     """Windows of 8 tokens for one row, of 4 for two or three, of 2 for more; long prompts come in short chunks."""
-    rows = repeating(4, logprobs=2, max_tokens=55)
+    rows = repeating(4, logprobs=2, max_tokens=42)
     prompts = [request(20 + 5 * i, prompt(45 + i, i), n=1 + i % 2, max_tokens=7, stops=()) for i in range(4)]
     later = {3: prompts[:1], 10: [rows[1], prompts[1]], 18: [rows[2], prompts[2]], 24: [rows[3], prompts[3]]}
     every = [*rows, *prompts]
