@@ -1,4 +1,7 @@
-"""The formats of tool calls, by their names in `--tool-call-parser`, which are vLLM's."""
+"""The formats of tool calls, by their names in `--tool-call-parser`, which are vLLM's.
+
+Knows: the formats there are. Does not know: how one is read.
+"""
 
 from __future__ import annotations
 
