@@ -42,6 +42,7 @@ from runtime.schedule.plan import (
     Extend,
     Finished,
     Pause,
+    ResetPrefixCache,
     Resume,
     StepOutput,
     StepPlan,
@@ -372,6 +373,10 @@ class Engine:
         """Undo ``pause``."""
         check_request_ids(request_id)
         self._outbox.put(Resume(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are added from now on find no KV, and no recurrent state, that was computed before."""
+        self._outbox.put(ResetPrefixCache())
 
     @property
     def agreements(self) -> tuple[tuple[int, ...], float]:

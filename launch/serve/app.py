@@ -38,7 +38,7 @@ from launch.serve.requests import Asked, RequestBuilder
 from launch.serve.settings import ServerSettings
 from launch.serve.sse import EventStream
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.remote_engine import RemoteEngine
+from runtime.frontend.remote_engine import EngineLost, RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import RequestError, check_ids_exist
 
@@ -87,6 +87,7 @@ class ServeApp:
                 route("/v1/models/{name:path}", self._model),
                 route("/tokenize", self._tokenize, "POST"),
                 route("/detokenize", self._detokenize, "POST"),
+                route("/reset_prefix_cache", self._reset_prefix_cache, "POST"),
                 route("/tokenizer_info", self._tokenizer_info),
                 route("/health", self._health),
                 route("/ping", self._health, "GET", "POST"),
@@ -291,6 +292,14 @@ class ServeApp:
         except (OSError, msgspec.MsgspecError):
             config = {}
         return _json({**config, "tokenizer_class": config.get("tokenizer_class", "PreTrainedTokenizerFast")})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        self._requests()
+        try:
+            await self.engine.reset_prefix_cache()
+        except EngineLost as error:
+            raise unavailable(str(error), "engine_lost", self.settings.retry_after) from None
+        return Response()
 
     # ---- probes ----
 

@@ -86,6 +86,7 @@ class Desk:
             "MODE": self._mode,
             "LIST_REQUESTS": self._list_requests,
             "LIST_SLOTS": self._list_slots,
+            "RESET_PREFIX_CACHE": self._reset_prefix_cache,
             "STATS": self._stats,
             "QUIT": self._quit,
             "TAGGED": self._tagged,
@@ -473,6 +474,10 @@ class Desk:
     def _list_slots(self, connection: Connection, command: Command) -> dict[str, Any]:
         taken = {s.place: s.request if s.connection is connection else -1 for s in self._places if s is not None}
         return {"slots": len(self._places), "taken": {str(place): request for place, request in taken.items()}}
+
+    def _reset_prefix_cache(self, connection: Connection, command: Command) -> dict[str, Any]:
+        self._engine.reset_prefix_cache()
+        return {}
 
     def _stats(self, connection: Connection, command: Command) -> None:
         stats = {"sessions": self.sessions, "connections": len(self._connections), **self._engine.counters}

@@ -334,6 +334,9 @@ VERBS: Final[dict[str, Verb]] = {
     ),
     "LIST_REQUESTS": Verb("", "the sessions of this connection", "", "`LIST_REQUESTS`", _nothing),
     "LIST_SLOTS": Verb("", "all places, and which of them are taken", "", "`LIST_SLOTS`", _nothing),
+    "RESET_PREFIX_CACHE": Verb(
+        "", "later sessions find no KV that was computed before; live sessions keep theirs", "", "none", _nothing
+    ),
     "STATS": Verb("", "counters of the engine", "STATS instead of ACK", "none", _nothing),
     "QUIT": Verb("", "close the connection and its sessions", "", "`quit`", _nothing),
 }

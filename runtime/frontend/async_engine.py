@@ -61,6 +61,10 @@ class _Close:
     pass
 
 
+class _ResetPrefixCache:
+    pass
+
+
 class AsyncEngine:
     """See the module's docstring. Nobody else may use ``engine`` from here on until ``close`` has returned.
 
@@ -71,7 +75,7 @@ class AsyncEngine:
     def __init__(self, engine: EngineProtocol, tokenizer: Tokenizer | None = None) -> None:
         self._client = EngineClient(engine, tokenizer)
         self._consumers: dict[Hashable, _Submit] = {}  # by key; the engine's thread alone knows of them
-        self._orders: deque[_Submit | _Cancel | _Close] = deque()
+        self._orders: deque[_Submit | _Cancel | _ResetPrefixCache | _Close] = deque()
         self._ordered = threading.Event()
         self._lock = threading.Lock()  # of the next three
         self._listening: set[_Submit] = set()  # who is to be told of an end
@@ -128,6 +132,13 @@ class AsyncEngine:
         finally:
             self._leave(submitted)
 
+    async def reset_prefix_cache(self) -> None:
+        """As EngineClient's, of requests that are submitted after it. Raises EngineStopped."""
+        with self._lock:
+            if self._stopped:
+                raise self._ending()
+        self._order(_ResetPrefixCache())
+
     async def close(self) -> None:
         """End everything: requests that have not ended raise EngineStopped, the other ranks' ``follow`` returns.
 
@@ -173,7 +184,7 @@ class AsyncEngine:
             self._listening.remove(submitted)
         self._order(_Cancel(submitted))
 
-    def _order(self, order: _Submit | _Cancel | _Close) -> None:
+    def _order(self, order: _Submit | _Cancel | _ResetPrefixCache | _Close) -> None:
         self._orders.append(order)
         self._ordered.set()
 
@@ -222,6 +233,8 @@ class AsyncEngine:
                 return False
             if isinstance(order, _Submit):
                 self._take(order)
+            elif isinstance(order, _ResetPrefixCache):
+                self._client.reset_prefix_cache()
             elif order.submitted.taken:
                 self._client.cancel(order.submitted.key)
         return True

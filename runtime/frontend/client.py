@@ -218,6 +218,10 @@ class EngineClient:
         for request_id in sorted(wanted - waiting):
             self.engine.cancel(request_id, reason)
 
+    def reset_prefix_cache(self) -> None:
+        """As vLLM's: requests from now on hit nothing older; what runs goes on with what it has."""
+        self.engine.reset_prefix_cache()
+
     # ---- room ----
 
     @property

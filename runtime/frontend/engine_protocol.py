@@ -78,6 +78,10 @@ class EngineProtocol(Protocol):
         """End a request soon; unknown and ended ids are ignored."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Requests that are added from now on find nothing in the prefix cache that was computed before."""
+        ...
+
     def step(self) -> StepOutput:
         """Advance by one step; the output is empty when nothing landed."""
         ...

@@ -33,12 +33,13 @@ from runtime.frontend.serve_messages import (
     Bye,
     Columns,
     Drain,
-    Drop,
     Ended,
     FrameReader,
     FrameRefused,
     Opened,
+    PrefixCacheReset,
     Ready,
+    ResetPrefixCache,
     Scored,
     Stats,
     Step,
@@ -138,12 +139,12 @@ class ApiLink:
         except OSError as error:
             self.lost = f"its connection broke: {error.strerror}"
 
-    def receive(self, passed: float = 0.0) -> list[Submit | Drop]:
+    def receive(self, passed: float = 0.0) -> list[Submit | Drop | ResetPrefixCache]:
         """What has come, _READ_BYTES at most: the rest waits for the next turn. ``passed``: seconds since the last one.
 
         Sets ``lost`` at the end of the connection, for what is no message, and after too long a silence.
         """
-        orders: list[Submit | Drop] = []
+        orders: list[Submit | Drop | ResetPrefixCache] = []
         self._quiet += passed
         try:
             if self.lost is None and not (data := self.socket.recv(_READ_BYTES)):
@@ -355,6 +356,9 @@ class EngineServer:
             for order in link.receive(passed):
                 if isinstance(order, Submit):
                     self._submit(link, order)
+                elif isinstance(order, ResetPrefixCache):
+                    self._client.reset_prefix_cache()
+                    link.send(PrefixCacheReset())
                 else:
                     self._drop(link, order.locals, order.reason)
             if link.lost is not None:

@@ -32,7 +32,9 @@ from runtime.frontend.serve_messages import (
     Ended,
     FrameReader,
     FrameRefused,
+    PrefixCacheReset,
     Ready,
+    ResetPrefixCache,
     Setup,
     Stats,
     Step,
@@ -181,6 +183,7 @@ class RemoteEngine(asyncio.Protocol):
         self._by_local: dict[int, _Live] = {}
         self._by_request: dict[int, _Live] = {}
         self._untold: deque[_Live] = deque()  # of the latest step: their tokens are still to be told
+        self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, asked for and not answered
         self._telling = False  # the event loop will call _tell_some
 
     # ---- requests ----
@@ -226,6 +229,15 @@ class RemoteEngine(asyncio.Protocol):
         """To rank 0, which replaces a process that is silent."""
         if self._transport is not None and self.ended is None:
             self._transport.write(framed(Alive()))
+
+    async def reset_prefix_cache(self) -> None:
+        """What is submitted from now on, by any process, hits nothing older. Raises EngineLost."""
+        if self.ended is not None or self._transport is None:
+            raise EngineLost(self.ended or "the engine is not there yet")
+        done = asyncio.get_running_loop().create_future()
+        self._resets.append(done)
+        self._transport.write(framed(ResetPrefixCache()))
+        await done
 
     # ---- health ----
 
@@ -274,6 +286,9 @@ class RemoteEngine(asyncio.Protocol):
             sequence.mailbox.fail(EngineLost(self.ended))
         self._by_local.clear()
         self._by_request.clear()
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(EngineLost(self.ended))
         self._on_bye(why)
 
     def _take(self, message: Any) -> None:
@@ -289,6 +304,9 @@ class RemoteEngine(asyncio.Protocol):
             self.draining = True
         elif isinstance(message, Bye):
             self._lost(message.failure, failed=message.failure is not None)
+        elif isinstance(message, PrefixCacheReset):
+            if self._resets and not (reset := self._resets.popleft()).done():
+                reset.set_result(None)
         elif isinstance(message, Setup):
             self._on_setup(message.settings)
 

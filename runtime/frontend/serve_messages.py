@@ -163,6 +163,10 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=6):
     failure: str | None
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The answer to ResetPrefixCache: what any API process submits from now on comes after it."""
+
+
 # ---- an API process to rank 0 ----
 
 
@@ -192,8 +196,12 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Once a second, from the event loop: a process that hangs says nothing."""
 
 
-ToApi = Setup | Ready | Step | Beat | Stats | Drain | Bye
-ToEngine = Submit | Drop | Alive
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    pass
+
+
+ToApi = Setup | Ready | Step | Beat | Stats | Drain | Bye | PrefixCacheReset
+ToEngine = Submit | Drop | Alive | ResetPrefixCache
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_ENGINE = msgspec.msgpack.Decoder(ToApi)

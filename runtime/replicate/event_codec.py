@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, ResetPrefixCache, Resume
 from runtime.schedule.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -114,7 +114,11 @@ class _Branch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     scored: bool
 
 
-_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch
+class _ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    pass
+
+
+_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[_Wire])
@@ -229,6 +233,8 @@ def _to_wire(event: Event) -> _Wire:
         return _Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
     if isinstance(event, Branch):
         return _Branch(event.request_id, event.parent, event.scored)
+    if isinstance(event, ResetPrefixCache):
+        return _ResetPrefixCache()
     raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
 
 
@@ -271,4 +277,6 @@ def _from_wire(event: _Wire, own_prompt: array[int] | None = None) -> Event:
     if isinstance(event, _Extend):
         said = _unpack_tokens(event.token_ids)
         return Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
-    return Branch(event.request_id, event.parent, event.scored)
+    if isinstance(event, _Branch):
+        return Branch(event.request_id, event.parent, event.scored)
+    return ResetPrefixCache()

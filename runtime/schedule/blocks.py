@@ -164,6 +164,14 @@ class BlockPool:
                 if self._snapshots is not None:
                     self._snapshots.drop(block)
 
+    def forget_all(self) -> int:
+        """Empty the prefix index; returns how many blocks were in it. Those that nothing refers to are free."""
+        found = list(self._index.values())
+        self.forget(found)
+        self._free += self._cached
+        self._cached.clear()
+        return len(found)
+
     def trust(self, blocks: Sequence[int]) -> None:
         """A token that was sampled over the contents of all of these has landed."""
         for block in blocks:

@@ -94,7 +94,12 @@ class Branch:
     scored: bool = False
 
 
-Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """No later request finds what was computed until now. Live requests and sessions keep it, to themselves."""
+
+
+Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch | ResetPrefixCache
 
 # ---- the plan of one step ----
 

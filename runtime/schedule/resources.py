@@ -217,7 +217,7 @@ class Resources:
         copied.blocks = shared + fresh
         copied.published_blocks, copied.prefix_id = parent.published_blocks, parent.prefix_id
         copied.publish_at, copied.state_at = parent.publish_at, parent.state_at
-        copied.trusted, copied.borrowed = parent.trusted, parent.borrowed
+        copied.trusted, copied.borrowed, copied.private = parent.trusted, parent.borrowed, parent.private
         self._write_blocks(copied, 0)
         source, pair = parent.slot, (parent.blocks[full], copied.blocks[full]) if rest else None
         if parent.slot in self._copies:  # it is copied in the same step itself
@@ -386,7 +386,7 @@ class Resources:
         self._end_slot(sequence)
         sequence.slot = sequence.prefilled = sequence.published_blocks = 0
         sequence.prefix_id = ROOT
-        sequence.borrowed = False
+        sequence.private = sequence.borrowed = False
         self.move(sequence, Trigger.FENCE_LANDED)
         session = sequence.session
         if session is not None:
@@ -722,6 +722,7 @@ class Resources:
         for fork, answer in zip(plan.forks, rows[len(rows) - len(plan.forks) :], strict=True):
             prompt = prompts[fork.chunk]
             answer.published_blocks, answer.prefix_id = prompt.published_blocks, prompt.prefix_id
+            answer.private = prompt.private
         self.sharing.planned(prompts)
 
     def gained(self, sequence: SequenceState) -> None:
@@ -729,7 +730,7 @@ class Resources:
         if sequence.blocks and not sequence.trusted:  # also without caching: answers to one prompt share its blocks
             sequence.trusted = True
             self.pool.trust(sequence.blocks)
-        if not self.config.prefix_caching or not sequence.blocks:
+        if not self.config.prefix_caching or not sequence.blocks or sequence.private:
             sequence.publish_at = sequence.max_length
             return
         self._publish_landed(sequence)
@@ -745,7 +746,7 @@ class Resources:
     def publish(self, sequence: SequenceState, written: int) -> None:
         """Make its blocks findable that are full with the first ``written`` tokens."""
         size = self.limits.block_size
-        if not self.config.prefix_caching or not sequence.blocks:
+        if not self.config.prefix_caching or not sequence.blocks or sequence.private:
             return
         while written >= (sequence.published_blocks + 1) * size:
             index = sequence.published_blocks
@@ -755,6 +756,14 @@ class Resources:
                 saved = self._saving.pop(sequence.request.request_id, NO_SNAPSHOT)
             sequence.prefix_id = self.pool.publish(block, sequence.prefix_id, sequence.tokens, index, snapshot=saved)
             sequence.published_blocks += 1
+
+    def reset_prefixes(self) -> None:
+        """Empty the prefix index and its snapshots for good: what live sequences hold stays theirs."""
+        self.digest.fold(self.chain.step, "reset", (self.pool.forget_all(),))
+        self.sharing.reset()
+        for sequence in self.sequences.values():
+            sequence.private = bool(sequence.blocks)
+            sequence.known_blocks = sequence.known_last = sequence.stop_at = sequence.branch_at = 0
 
     def distrust(self, broken: SequenceState, *, ghost: bool) -> None:
         """Its logits are not finite. Evicts its blocks and their descendants from the prefix index.

@@ -21,6 +21,7 @@ from runtime.schedule.plan import (
     Finished,
     Notice,
     Pause,
+    ResetPrefixCache,
     StepOutput,
     StepPlan,
     StepResult,
@@ -95,6 +96,9 @@ class Scheduler:
             return self.resources.arrive(event.request, event.quantum, keep=event.keep)
         if isinstance(event, Continue | Extend | Branch):
             self.sessions.submit(event)
+            return ()
+        if isinstance(event, ResetPrefixCache):
+            self.resources.reset_prefixes()
             return ()
         sequence = self.resources.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))

@@ -73,6 +73,7 @@ class SequenceState:
         "prefill_target",
         "prefilled",
         "prefix_id",
+        "private",
         "publish_at",
         "published_blocks",
         "queued_in",
@@ -120,6 +121,7 @@ class SequenceState:
         self.published_blocks = 0
         self.publish_at = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
         self.prefix_id = ROOT  # of the last published block
+        self.private = False  # what it holds is older than a reset of the prefix cache: it is neither found nor shared
         self.borrowed = False  # since its admission it shares blocks that were not trusted then
         self.trusted = False  # since its admission a token of it has landed, so all its blocks are trusted
         self.alone = False  # it broke, or may have, over untrusted blocks: it shares trusted ones only
@@ -160,7 +162,7 @@ class SequenceState:
         self.prefilled = self.published_blocks = self.publish_at = 0
         self.waits_since = NOT_WAITING
         self.prefix_id = ROOT
-        self.borrowed = self.trusted = False
+        self.private = self.borrowed = self.trusted = False
         self.restores = NO_SNAPSHOT
         self.state_at = self.stop_at = self.branch_at = self.known_blocks = self.known_last = 0
         self.known_id = ROOT

@@ -68,7 +68,7 @@ class PrefixSharing:
 
     def looks_up(self, sequence: SequenceState) -> bool:
         """Whether it may share. Scored prompts are computed whole: scores come from the last layer."""
-        return self._config.prefix_caching and not sequence.scoring
+        return self._config.prefix_caching and not (sequence.scoring or sequence.private)
 
     def hits(self, sequence: SequenceState) -> list[int]:
         """For a sequence that is about to be admitted: the findable blocks of its prefix."""
@@ -159,7 +159,7 @@ class PrefixSharing:
     def _choose_stop(self, sequence: SequenceState, policy: SnapshotPolicy) -> None:
         """Set the next position at which it saves a snapshot, if there is one before its end."""
         sequence.stop_at = 0
-        if sequence.scoring:
+        if sequence.scoring or sequence.private:
             return
         begun, least = sequence.prefilled, sequence.state_at + policy.worth
         last = self._last_full(sequence)
@@ -186,7 +186,7 @@ class PrefixSharing:
     def leaves_snapshot(self, sequence: SequenceState, end: int) -> bool:
         """Whether to save its state after a chunk that ends at ``end``."""
         policy = self._snapshots
-        if policy is None or sequence.scoring or end % self._block_size:
+        if policy is None or sequence.scoring or sequence.private or end % self._block_size:
             return False
         return end == sequence.stop_at or (end == sequence.prefill_target and end >= sequence.state_at + policy.worth)
 
@@ -202,6 +202,11 @@ class PrefixSharing:
                 key, own = self._key(sequence), _Writer.of(sequence)
                 if self._begun.setdefault(key, own) == own:
                     self._begun_by[own.request_id] = key
+
+    def reset(self) -> None:
+        """The index is empty: no request waits for what others have begun."""
+        for kept in (self._begun, self._begun_by, self._branches, self._branch_of):
+            kept.clear()
 
     def left(self, sequence: SequenceState) -> None:
         """It writes no more of its prompt: no request waits for it."""
@@ -220,7 +225,7 @@ class PrefixSharing:
 
     def _next_is_known(self, sequence: SequenceState) -> bool:
         """Whether all tokens of its first unpublished block are known, so that it is published once planned."""
-        return (sequence.published_blocks + 1) * self._block_size <= sequence.landed_tokens
+        return not sequence.private and (sequence.published_blocks + 1) * self._block_size <= sequence.landed_tokens
 
     def _key(self, sequence: SequenceState) -> _Key:
         """Of its first unpublished block."""

@@ -78,6 +78,7 @@ class FakeEngine:
         self.followed = False
         self.most_live = 0
         self.added: list[Request] = []
+        self.resets: list[int] = []  # of the prefix cache: how many answers had been added before each
         self._ids: set[int] = set()
         self._random = random.Random(seed)
         self._lag, self._width = lag, width
@@ -123,6 +124,9 @@ class FakeEngine:
 
     def cancel(self, request_id: int, reason: FinishReason) -> None:
         self._cancels.append((self._now + self._lag, request_id, reason))
+
+    def reset_prefix_cache(self) -> None:
+        self.resets.append(len(self.added))
 
     def bind_thread(self) -> None:
         pass

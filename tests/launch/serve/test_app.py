@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from launch.serve import bodies, chunks
 from launch.serve.parsers.deltas import merged
 from runtime.frontend.engine_server import EngineServer
+from runtime.frontend.remote_engine import EngineLost
 from runtime.frontend.serve_messages import unpack_tokens
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput
@@ -338,6 +339,26 @@ def test_keys_guard_all_but_the_probes() -> None:
             assert (await client.get(path)).status == 200
 
     run(body, api_keys=("first", "second"))
+
+
+def test_the_prefix_cache_is_reset_before_what_is_asked_for_after_it() -> None:
+    async def body(client: Client) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 3, "seed": 1}
+        await client.post("/v1/completions", asked)
+        reset = await client.post("/reset_prefix_cache", None)
+        assert (reset.status, reset.body, client.fake.resets) == (200, b"", [1])
+        await client.post("/v1/completions", asked)
+        assert (await client.get("/reset_prefix_cache")).status == 405
+        client.fake.hold.set()
+        waiting = asyncio.ensure_future(client.engine.reset_prefix_cache())
+        await asyncio.sleep(0)
+        client.engine.connection_lost(None)
+        with pytest.raises(EngineLost, match="rank 0 is gone"):
+            await waiting
+        lost = await client.post("/reset_prefix_cache", None)
+        assert (lost.status, lost.error["code"]) == (503, "engine_lost")
+
+    run(body)
 
 
 def test_models_are_named_when_the_model_is_loaded() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.config import EngineConfig
 from runtime.frontend.validation import checked_session, checked_turn
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Finished, StepOutput
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Finished, ResetPrefixCache, StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.configs import config_with
@@ -76,6 +76,9 @@ class ScriptedEngine:
 
     def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
         self._events.append(Branch(request_id, parent, scored))
+
+    def reset_prefix_cache(self) -> None:
+        self._events.append(ResetPrefixCache())
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._events.append(Cancel(request_id, reason))

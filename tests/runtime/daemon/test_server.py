@@ -83,6 +83,23 @@ def test_a_talk_over_a_socket(tmp_path: Path) -> None:
         assert client.command("STATS")["sessions"] == 1
 
 
+def test_later_sessions_hit_nothing_older_than_a_reset(tmp_path: Path) -> None:
+    path, computed = tmp_path / "slots.sock", list[int]()
+    with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
+        kept = client.start([*range(20)], max_tokens=9, quantum=4, keep=True)
+        begun = [token for frame in kept.frames() if frame.kind is Kind.TOKEN for token in frame.tokens]
+        for _ in range(3):
+            client.start([*range(20)], max_tokens=1, quantum=1).tokens()
+            computed.append(client.command("STATS")["prefill_tokens"])
+            if len(computed) == 2:
+                assert client.command("RESET_PREFIX_CACHE")["verb"] == "RESET_PREFIX_CACHE"
+        kept.proceed()
+        assert begun + kept.tokens() == alone(0, (*range(20),), 9)
+        assert client.command("STATS")["prefill_tokens"] == computed[-1], "a live session keeps what it has"
+    assert (computed[1] - computed[0], computed[2] - computed[1]) == (computed[0] - 20, 20)
+    assert computed[1] - computed[0] < 20
+
+
 def test_tokens_of_a_fork_are_those_that_its_parent_s_answer_lacks(tmp_path: Path) -> None:
     """None behind a finished answer, where it waited for ever for frames that nothing sends."""
     path = tmp_path / "slots.sock"

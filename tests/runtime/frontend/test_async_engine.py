@@ -390,3 +390,18 @@ def test_requests_reach_the_engine_in_their_order() -> None:
     added: list[Request] = engine.added
     assert [request.sampling.seed for request in added] == list(range(30))
     assert engine.most_live <= 8
+
+
+def test_a_reset_of_the_prefix_cache_comes_before_what_is_asked_for_after_it() -> None:
+    engine = SlowEngine()
+
+    async def program() -> None:
+        async with llm_of(engine) as llm:
+            await llm.complete(asked(0))
+            await llm.reset_prefix_cache()
+            await llm.complete(asked(1))
+        with pytest.raises(EngineStopped):
+            await llm.reset_prefix_cache()
+
+    asyncio.run(program())
+    assert engine.resets == [1]

@@ -405,3 +405,13 @@ def test_an_answer_is_what_a_serial_engine_gives() -> None:
     (output,) = outputs(turns(client_of(engine), [asked(3, sampling={"max_tokens": 30})])).values()
     tokens, reason = serial_answer(Request(0, (4, 7), SamplingParams(max_tokens=30, seed=3), (0,)), engine.model_config)
     assert (output.completions[0].token_ids, output.completions[0].finish_reason) == (tokens, reason)
+
+
+def test_a_reset_of_the_prefix_cache_is_the_engines() -> None:
+    engine = fake()
+    client = client_of(engine)
+    turns(client, [asked(0)])
+    client.reset_prefix_cache()
+    turns(client, [asked(1)])
+    assert engine.resets == [1], "between the two"
+    client.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events, most_bytes
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, Resume
+from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, ResetPrefixCache, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
@@ -45,6 +45,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Admit, REQUESTS, COUNTS, st.booleans()),
     st.builds(Cancel, IDS, st.sampled_from(FinishReason)),
     st.builds(Pause, IDS),
+    st.just(ResetPrefixCache()),
     st.builds(Resume, IDS),
     st.builds(Continue, IDS, COUNTS, COUNTS),
     st.builds(Extend, IDS, COUNTS, TOKENS.map(packed), COUNTS, COUNTS),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.schedule.budget import NO_BOUND
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy
-from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, Resume
+from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, ResetPrefixCache, Resume
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
@@ -42,7 +42,35 @@ class TooManyRows(AssertionError):
 
 
 class StillFound(AssertionError):
-    """Blocks over which a request's logits broke can still be found by their contents."""
+    """Blocks over which a request's logits broke, or that are older than a reset, can be found by their contents."""
+
+
+class Outdated:
+    """Blocks that were written before the latest reset of the prefix cache, and not taken since: none may be found."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._pool = pool = scheduler.pool
+        self._blocks: set[int] = set()
+        self._entered = -1
+        take = pool.take
+
+        def taking(wanted: int) -> list[int]:
+            taken = take(wanted)
+            self._blocks.difference_update(taken)
+            return taken
+
+        pool.take = taking  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        """Called before the event is submitted."""
+        self._blocks, self._entered = {*range(1, self._pool.count + 1)} - {*self._pool._free}, -1
+
+    def check(self) -> None:
+        if self._pool.entered == self._entered:
+            return
+        self._entered = self._pool.entered
+        if found := [block for block in self._blocks if self._pool.findable(block)]:
+            raise StillFound(f"blocks {found} are older than a reset of the prefix cache, and can be found")
 
 
 class Hang(AssertionError):
@@ -140,6 +168,8 @@ def make_trace(seed: int) -> Trace:
         config = replace(config, snapshots=draw_snapshots(draw))
     if seed % 5 > 2 and config.mixed is not None and max(widths) > 3:  # windows of several widths beside chunks
         config = config_with(replace(config, speculation=draw_several(draw, max(widths))), tree=0)
+    for at in draw.sample(range(60), draw.choice((0, 0, 1, 4))):
+        events.setdefault(at, []).append(ResetPrefixCache())
     rooms = tuple(draw.choice((NO_BOUND, NO_BOUND, 1, 3, 7, 20)) for _ in range(draw.choice((1, 5))))
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons, rooms)
 
@@ -196,7 +226,7 @@ def _with_answers(
                 for answer_id in request.answer_ids[draw.randrange(2) :] if draw.random() < 0.25 else ():
                     cancel = Cancel(answer_id)
                     changed.setdefault(at + draw.randrange(12), []).append(cancel)
-            else:
+            elif not isinstance(event, ResetPrefixCache):
                 changed.setdefault(at, []).append(replace(event, request_id=chosen[event.request_id]))
     broken = {chosen[request_id]: tokens for request_id, tokens in breaks_at.items()}
     return changed, broken, {chosen[request_id]: position for request_id, position in poisons.items()}
@@ -295,6 +325,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
     finished: dict[int, Finished] = {}
     shown: dict[int, list[int]] = {}
     last_event = max(trace.events)
+    outdated = Outdated(scheduler)
     rules = MixedRules(scheduler) if check and config.mixed is not None else None
 
     def end(ended: tuple[Finished, ...]) -> None:
@@ -320,6 +351,8 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
 
     while scheduler.unfinished or in_flight or scheduler.step <= last_event:
         for event in trace.events.get(scheduler.step, ()):
+            if isinstance(event, ResetPrefixCache):
+                outdated.reset()
             end(scheduler.submit(event))
             if check:
                 scheduler.check()
@@ -328,6 +361,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         plan = scheduler.plan()
         if rules is not None:
             rules.after(plan)
+        outdated.check()
         scheduler.agreed_room(trace.rooms[scheduler.step % len(trace.rooms)])
         if plan is not None and len(plan.slots) > config.limits.rows:
             raise TooManyRows(f"step {plan.step} has {len(plan.slots)} rows, there is room for {config.limits.rows}")
@@ -337,6 +371,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
             scheduler.check()
         if len(in_flight) > config.limits.depth:
             land()
+            outdated.check()
             if check:
                 scheduler.check()
         if (

@@ -28,12 +28,13 @@ from runtime.schedule.plan import (
     Finished,
     Parked,
     Refused,
+    ResetPrefixCache,
 )
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
-from tests.runtime.schedule.fuzz import draw_policy, draw_snapshots
+from tests.runtime.schedule.fuzz import Outdated, draw_policy, draw_snapshots
 
 MOST_STEPS = 3000
 FIRST_FORK = 100  # request ids of forks
@@ -64,6 +65,7 @@ class Story:
     barren: bool
     timed: bool
     turns: int
+    resets: tuple[int, ...]  # steps before which the prefix cache is reset
 
 
 @dataclass
@@ -137,9 +139,9 @@ def make_story(seed: int) -> Story:
         config = config_with(config, snapshots=draw_snapshots(draw))
     if max(widths) > 1 and draw.random() < 0.7:
         config = config_with(config, speculation=draw_policy(draw, max(widths)))
-    return Story(
-        seed, config, starts, plain, breaks_at, draw.random() < 0.2, draw.random() < 0.5, draw.choice((1, 3, 6))
-    )
+    barren, timed, turns = draw.random() < 0.2, draw.random() < 0.5, draw.choice((1, 3, 6))
+    resets = tuple(draw.sample(range(80), draw.choice((0, 0, 1, 8))))
+    return Story(seed, config, starts, plain, breaks_at, barren, timed, turns, resets)
 
 
 @dataclass
@@ -180,6 +182,7 @@ class _Telling:
         self.gains: dict[int, list[int]] = {}  # by request, of every window that gained something
         self.chance = random.Random(story.seed + 1)  # of what is said too early
         self.disturbed = False
+        self.outdated = Outdated(self.scheduler)
         self.events: list[tuple[int, Event]] = []
 
     def tell(self) -> Told:
@@ -193,7 +196,11 @@ class _Telling:
                 self.start(admit)
             for client in list(self.clients.values()):
                 self.speak(client)
+            if scheduler.step in story.resets:
+                self.outdated.reset()
+                self.submit(ResetPrefixCache())
             self.turn()
+            self.outdated.check()
             if scheduler.step > MOST_STEPS:
                 raise SessionHang(
                     f"no end after {MOST_STEPS} steps: {[c for c in self.clients.values() if not c.ended]}"

@@ -76,6 +76,22 @@ def test_cached_blocks_count_as_free_and_come_back_by_their_contents() -> None:
     pool.check(blocks)
 
 
+def test_a_reset_forgets_everything_and_frees_what_nothing_refers_to() -> None:
+    pool, blocks = published_pair()
+    (third,) = pool.take(1)
+    pool.publish(third, pool.prefix_id(blocks[1]), C)
+    pool.give_back([third])
+    assert pool.forget_all() == 3
+    assert pool.lookup((*A, *B, *C, 9), most=3) == []
+    pool.check(blocks)
+    assert pool.free_count == 2
+    (third,) = pool.take(1)
+    assert pool.publish(third, ROOT, A) not in (ROOT, pool.prefix_id(blocks[0]))
+    assert pool.lookup((*A, *B), most=2) == [third]
+    pool.give_back([*blocks, third])
+    pool.check([])
+
+
 def test_a_lookup_stops_at_the_first_difference_and_at_its_limit() -> None:
     pool, blocks = published_pair()
     assert pool.lookup((*A, *C), most=2) == blocks[:1]

@@ -322,6 +322,36 @@ class NobodyGivesWay(Resources):
         return short <= 0 and super().reserve(sequence)
 
 
+# ---- of resets of the prefix cache ----
+
+
+class ResetsNothing(Resources):
+    """What was published before a reset is found after it."""
+
+    def reset_prefixes(self) -> None:
+        for sequence in self.sequences.values():
+            sequence.private = bool(sequence.blocks)
+
+
+class PublishesTheOld(Resources):
+    """Live requests publish behind a reset what they computed before it."""
+
+    def reset_prefixes(self) -> None:
+        super().reset_prefixes()
+        for sequence in self.sequences.values():
+            sequence.private = False
+
+
+class AnswersPublishTheOld(Resources):
+    """The same, of answers that join a prompt which was begun before it."""
+
+    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+        super().planned(plan, rows)
+        for answer in rows[len(rows) - len(plan.forks) :]:
+            answer.private = False
+            answer.published_blocks, answer.prefix_id = 0, 0
+
+
 # ---- of forks ----
 
 
@@ -529,6 +559,9 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
         (KeepsItsSlot, AccountingError),
         (TrustsBrokenBlocks, StillFound),
         (NobodyGivesWay, Hang),
+        (ResetsNothing, StillFound),
+        (PublishesTheOld, StillFound),
+        (AnswersPublishTheOld, StillFound),
         (SharesTheLastBlock, WrongTokens),
         (CopiesNothing, WrongTokens),
         (ForksIntoThinAir, TooManyRows),

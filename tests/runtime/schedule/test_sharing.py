@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from runtime.schedule.config import MixedSteps
-from runtime.schedule.plan import Chunk
+from runtime.schedule.config import MixedSteps, SnapshotPolicy
+from runtime.schedule.plan import Chunk, ResetPrefixCache
 from runtime.schedule.planner import MOST_TOLD_BLOCKS
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
@@ -412,3 +412,43 @@ def test_a_sharer_is_computed_again_whatever_it_is_doing(state: State) -> None:
     engine.finish()
     assert engine.finished[2].token_ids == engine.alone(2)
     assert engine.scheduler.counters.distrusted == 1
+
+
+# ---- a reset of the prefix cache ----
+
+
+@pytest.mark.parametrize("snapshots", [None, SnapshotPolicy(4, worth=1)], ids=["attention", "recurrent state"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_requests_behind_a_reset_hit_nothing_older(depth: int, snapshots: SnapshotPolicy | None) -> None:
+    """Not of one that has ended, nor of one that runs, is half computed, or waits for such a one."""
+    engine = sharing(depth=depth, max_prefill_tokens=12, snapshots=snapshots, blocks=200, max_model_len=64)
+    prompt = prompt_of(32)
+    engine.admit(1, prompt, max_tokens=2)
+    engine.finish()
+    engine.admit(2, prompt, max_tokens=20)
+    engine.turns(3)
+    engine.admit(3, (*prompt_of(30, 3), 1, 2), max_tokens=4)  # its first chunk is planned, the rest is not
+    engine.turns(1)
+    hits, done = engine.scheduler.counters.prefix_hit_tokens, computed(engine)
+    assert hits >= 28
+    engine.submit(ResetPrefixCache())
+    engine.admit(4, prompt, max_tokens=2)
+    engine.admit(5, (*prompt_of(30, 3), 1, 2), max_tokens=2)
+    engine.turns(12)
+    assert engine.scheduler.counters.prefix_hit_tokens == hits
+    assert computed(engine) == done + 20 + 2 * 32
+    engine.admit(6, prompt, max_tokens=2)
+    engine.finish()
+    assert engine.scheduler.counters.prefix_hit_tokens >= hits + 28, "what came behind the reset is found"
+
+
+def test_a_request_that_is_evicted_behind_a_reset_shares_again() -> None:
+    engine = sharing(blocks=60, max_model_len=64)
+    engine.admit(1, 12, max_tokens=30)
+    engine.turns(4)
+    engine.submit(ResetPrefixCache())
+    engine.scheduler.resources.evict(engine.sequence(1))
+    engine.turns_until(State.DECODE, 1)
+    engine.admit(2, prompt_of(12, 1), max_tokens=2)
+    engine.finish()
+    assert engine.scheduler.counters.prefix_hit_tokens == 8
