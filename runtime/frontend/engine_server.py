@@ -33,6 +33,7 @@ from runtime.frontend.serve_messages import (
     Bye,
     Columns,
     Drain,
+    Drop,
     Ended,
     FrameReader,
     FrameRefused,
