@@ -32,18 +32,24 @@ from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.same_bits import CONDITIONS, PLAIN, answers, difference, plainly, questions
+from tests.runtime.engine.settings import HYBRIDS
 from tests.runtime.engine.tensor_ranks import MetCollectives, tensor_rig
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_mixed import last_layer_for_draws
 from tests.runtime.engine.test_trees import KnownAnswers
 
 HYBRID = "Mamba-2, sigmoid routers"  # and experts in a block of their own, behind which no layer leaves anything out
-SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, HYBRID: NEMOTRON}
+SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, HYBRID: HYBRIDS["nemotron-h"]}
 
 
 @pytest.mark.parametrize(
     ("shape", "conditions"),
-    [("dense", CONDITIONS), ("sparse", CONDITIONS[2::2]), (HYBRID, CONDITIONS[3:4]), long(HYBRID, CONDITIONS)],
+    [
+        ("dense", (CONDITIONS[0], CONDITIONS[1], CONDITIONS[5])),
+        ("sparse", (CONDITIONS[2], CONDITIONS[4])),
+        (HYBRID, CONDITIONS[3:4]),
+        *(long(shape, CONDITIONS) for shape in SHAPES),
+    ],
 )
 def test_nothing_that_others_do_changes_a_bit(
     shape: str, conditions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch

@@ -183,7 +183,7 @@ def test_windows_beside_prefixes_that_are_continued(family: str, depth: int) -> 
     assert min(life.counters[name] for name in ("evictions", "spec_num_accepted_tokens", "mixed_steps")) > 0
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_prefix_hits_behind_requests_that_ended_in_a_window(depth: int) -> None:
     """By a stop id or their length. Then the same prompts, and twice the next turn behind each answer, of which the
     first goes on from the prompt's snapshot and computes blocks that windows wrote once more.
