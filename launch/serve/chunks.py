@@ -8,17 +8,18 @@ A chunk is put together from bytes: of most of them only the text is new.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from launch.api import response_logprobs
-from launch.api.response_logprobs import TokenPlaces
+from launch.api.response_logprobs import Placed, TokenPlaces
 from launch.serve.parsers.deltas import Delta, merged
 from launch.serve.requests import Asked
 from runtime.frontend.answer import Answer, Piece
+from runtime.frontend.logprobs import prompt_logprobs
 from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
@@ -138,12 +139,15 @@ def whole(
     deltas: list[list[Delta]],
     tokenizer: Tokenizer | None,
 ) -> bytes:
-    """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where there are tools."""
-    choices = []
+    """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where there are tools.
+
+    Choice by choice: between two of them other threads run.
+    """
+    choices: list[msgspec.Raw] = []
     whole_prompt: Row = {}  # of a chat's one prompt, beside its choices, as in vLLM
     for index, answer in enumerate(answers):
         first = answers[index // asked.sampling.n * asked.sampling.n]  # of the prompt: it alone scored it
-        scores = _prompt_scores(first) if asked.sampling.prompt_logprobs is not None else ()
+        scores = _prompt_scores(asked, index, first) if asked.sampling.prompt_logprobs is not None else ()
         if asked.chat:
             row = _chat_choice(asked, index, answer, pieces[index], deltas[index], tokenizer)
         else:
@@ -153,8 +157,9 @@ def whole(
             row["token_ids"] = [] if asked.hidden else answer.token_ids
             of_prompt["prompt_token_ids"] = asked.prompt_of(index).token_ids
         if asked.scored_prompt:
-            of_prompt["prompt_logprobs"] = response_logprobs.of_prompt(scores, tokenizer)
-        choices.append(row)
+            rows = (response_logprobs.of_prompt([entry], tokenizer)[0] for entry in scores)
+            of_prompt["prompt_logprobs"] = [_written(one) for one in rows]
+        choices.append(_written(row))
     return _json(
         {
             "id": answer_id,
@@ -179,7 +184,8 @@ def _chat_choice(
     if asked.sampling.logprobs is not None:
         entries = [piece.logprob for piece in pieces if piece.logprob is not None]
         places = TokenPlaces(tokenizer, asked.prompt_of(index).token_ids)
-        logprobs = {"content": response_logprobs.of_chat(map(_finite, entries), places)}
+        rows = (response_logprobs.of_chat([_finite(entry)], places)[0] for entry in entries)
+        logprobs = {"content": [_written(one) for one in rows]}
     return {
         "index": index,
         "message": message,
@@ -203,17 +209,32 @@ def _completion_choice(
     if asked.sampling.logprobs is not None:
         if asked.echo:
             places = TokenPlaces(tokenizer, source=asked.prompt_of(index).text)
-            logprobs = response_logprobs.of_completion(zip(prompt, scores, strict=False), places)
+            logprobs = _columns(zip(prompt, scores, strict=False), places)
         said = [(p.token_id, None if p.logprob is None else _finite(p.logprob)) for p in pieces]
         places = TokenPlaces(tokenizer, prompt, len(shown))
-        logprobs = response_logprobs.of_completion([] if asked.hidden else said, places, logprobs)
+        logprobs = _columns([] if asked.hidden else said, places, logprobs)
     return {"index": index, "text": shown + text, "logprobs": logprobs,
             "finish_reason": finish_reason(asked, answer, False)}  # fmt: skip
 
 
-def _prompt_scores(answer: Answer) -> tuple[TokenLogprob | None, ...]:
-    scores = None if answer.end is None else answer.end.prompt_logprobs
-    return () if scores is None else tuple(None if entry is None else _finite(entry) for entry in scores)
+def _columns(placed: Iterable[Placed], places: TokenPlaces, before: Row | None = None) -> Row:
+    """``of_completion``, whose objects of one token alone are there at a time."""
+    row = response_logprobs.of_completion([], places, before)
+    for one in placed:
+        row = response_logprobs.of_completion([one], places, row)
+        row["top_logprobs"][-1] = _written(row["top_logprobs"][-1])
+    return row
+
+
+def _written(row: object) -> msgspec.Raw:
+    return msgspec.Raw(_json(row))
+
+
+def _prompt_scores(asked: Asked, index: int, answer: Answer) -> tuple[TokenLogprob | None, ...]:
+    if answer.end is None or answer.end.prompt_logprobs is None:
+        return ()
+    entries = prompt_logprobs(asked.prompt_of(index).token_ids, answer.end.prompt_logprobs)
+    return tuple(None if entry is None else _finite(entry) for entry in entries)
 
 
 def _finite(entry: TokenLogprob) -> TokenLogprob:

@@ -106,7 +106,10 @@ class Generation:
             if not self._open and not (awaited and mailbox.live):
                 break
             updates = await mailbox.take()
-        return whole(self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer)
+        parts = self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer
+        if self._keep_pieces or awaited:  # of many tokens, which takes long
+            return await asyncio.to_thread(whole, *parts)
+        return whole(*parts)
 
     def _take(self, mailbox: Mailbox, update: Update) -> tuple[list[Piece], str]:
         """The pieces of an update, and text that came without a token. Raises ApiError for an end that is a failure."""

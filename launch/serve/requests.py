@@ -45,6 +45,9 @@ from runtime.schedule.request import SamplingParams
 
 _CUT_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
 _CUT_CHARACTERS = 1 << 20
+MOST_SCORES = 1 << 19  # log-probabilities of one request: some 60 MB of objects and 40 MB of JSON
+MOST_PROMPT_TOKENS = 1 << 20  # of one request, where its prompts are several
+MOST_LISTED = 1 << 20  # token ids in allowed_token_ids, logit_bias and bad_words, for each prompt of a request
 _RANDOM = random.SystemRandom()
 
 
@@ -174,7 +177,7 @@ class RequestBuilder:
             each = prompts_of(body)
         except RequestError as error:
             raise bad_request(str(error), error.field) from None
-        prompts = []
+        prompts, tokens = list[Prompt](), 0
         for one in each:
             if isinstance(one, str):
                 cut = body.truncate_prompt_tokens is not None
@@ -184,6 +187,11 @@ class RequestBuilder:
             fitting = self._fitting(ids, body.truncate_prompt_tokens, "prompt")
             whole = isinstance(one, str) and len(fitting) == len(ids)
             prompts.append(Prompt(one if isinstance(one, str) and whole else None, fitting))
+            tokens += len(fitting)
+            if tokens > MOST_PROMPT_TOKENS and len(prompts) > 1:
+                raise bad_request(
+                    f"the prompts of one request have more than {MOST_PROMPT_TOKENS} tokens: send several", "prompt"
+                )
         return tuple(prompts)
 
     def _encoded(self, text: str, param: str, add_special_tokens: bool, *, cut: bool = False) -> tuple[int, ...]:
@@ -259,6 +267,10 @@ class RequestBuilder:
             )
         if sampling.stop and self._tokenizer is None:
             raise bad_request("stop strings need a tokenizer, and the model folder has none", "stop")
+        if given is None and logprobs is not None:
+            fits = MOST_SCORES // ((logprobs + 1) * answers)
+            sampling = replace(sampling, max_tokens=max(1, sampling.min_tokens, min(sampling.max_tokens, fits)))
+        _refuse_costly(prompts, sampling, self._ready.max_model_len, "prompt_logprobs" if scored else "logprobs")
         options = body.stream_options
         return Asked(
             chat,
@@ -316,6 +328,31 @@ class RequestBuilder:
             return self._chat.render(plain, variables, add_generation_prompt=add_generation_prompt)
         except (RequestError, ChatTemplateError) as error:
             raise bad_request(str(error), error.field) from None
+
+
+def _refuse_costly(prompts: tuple[Prompt, ...], sampling: SamplingParams, most: int, param: str) -> None:
+    """Raises ApiError for what would stop others while it is handed over or written down. ``param``: the field that
+    asked for log-probabilities."""
+    edits = sampling.allowed_token_ids, sampling.logit_bias, *sampling.bad_words_token_ids
+    if (listed := sum(map(len, edits)) * len(prompts)) > MOST_LISTED:
+        raise bad_request(
+            f"allowed_token_ids, logit_bias and bad_words have {listed} ids for {len(prompts)} prompts, but at most "
+            f"{MOST_LISTED} are possible: send several requests",
+            "prompt",
+        )
+    scores = 0
+    for prompt in prompts:
+        tokens = len(prompt.token_ids)
+        if sampling.logprobs is not None:
+            scores += min(sampling.max_tokens, most - tokens) * (sampling.logprobs + 1)
+        if sampling.prompt_logprobs is not None:
+            scores += tokens * (sampling.prompt_logprobs + 1)
+    if (scores := scores * sampling.n) > MOST_SCORES:
+        raise bad_request(
+            f"the request asks for up to {scores} log-probabilities, but at most {MOST_SCORES} are possible: send "
+            "several requests, or ask for fewer tokens or alternatives",
+            param,
+        )
 
 
 def _sequences(

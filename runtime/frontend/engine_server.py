@@ -42,6 +42,7 @@ from runtime.frontend.serve_messages import (
     Ready,
     ResetPrefixCache,
     Scored,
+    ScoredPrompt,
     Stats,
     Step,
     Submit,
@@ -480,7 +481,7 @@ class EngineServer:
             return  # its API process is lost
         del self._keys[owner.link][owner.local]
         (answer,) = output.completions
-        scores = output.prompt_logprobs
+        scores = output.prompt_parts
         packed = pack_tokens(answer.token_ids)
         ended = Ended(
             owner.local,
@@ -488,7 +489,7 @@ class EngineServer:
             packed,
             answer.detail,
             output.timing.queued,
-            None if scores is None else tuple(None if e is None else WireLogprob.of(e) for e in scores),
+            None if scores is None else tuple(map(ScoredPrompt.of, scores)),
         )
         self._of(owner.link).ended.append(ended)
 

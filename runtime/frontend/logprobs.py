@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.frontend.outputs import TokenLogprob
+from runtime.frontend.serve_messages import ScoredPrompt
 
 if TYPE_CHECKING:
     from runtime.execute.result_reader import StepLogprobs
@@ -28,19 +29,18 @@ def row_logprobs(columns: StepLogprobs, row: int, tokens: Sequence[int], top: in
 
 
 def prompt_logprobs(
-    prompt_token_ids: Sequence[int], parts: Iterable[PromptLogprobs]
+    prompt_token_ids: Sequence[int], parts: Iterable[PromptLogprobs | ScoredPrompt]
 ) -> tuple[TokenLogprob | None, ...]:
     """One entry a prompt token; None for the first, which nothing predicts, and for what was never computed."""
     entries: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
     for part in parts:
-        here = slice(part.start, part.start + len(part.chosen_S))
-        entries[here] = _entries(
-            prompt_token_ids[here],
-            part.chosen_S.tolist(),
-            part.rank_S.tolist(),
-            part.top_ids_SN.tolist(),
-            part.top_SN.tolist(),
-        )
+        if isinstance(part, ScoredPrompt):
+            columns = part.columns()
+        else:
+            ids, top = part.top_ids_SN.tolist(), part.top_SN.tolist()
+            columns = part.chosen_S.tolist(), part.rank_S.tolist(), ids, top
+        here = slice(part.start, part.start + len(columns[0]))
+        entries[here] = _entries(prompt_token_ids[here], *columns)
     return tuple(entries)
 
 

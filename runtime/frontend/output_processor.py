@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +47,7 @@ class _Group:
     prompt_parts: list[PromptLogprobs] | None  # None: nobody asked for the prompt's log-probabilities
     handed_over_at: float | None = None  # None: when it was opened
     first_at: float | None = None
+    apart: bool = False  # no entries are made of ``prompt_parts``
     gaps: list[float] = field(default_factory=list)  # mean seconds between tokens, one entry an answer that ended
 
 
@@ -139,7 +140,8 @@ class OutputProcessor:
 
         ``sampling.seed`` must be set.
         ``arrived_at`` is a time of the same clock, by default now. ``stream``: deltas are wanted. ``apart``:
-        each answer comes as an output of its own, whose key is its request id. ``model``: what prompt and sampling were
+        each answer is an output alone, whose key is its request id; what came of its prompt's log-probabilities is left
+        as it is. ``model``: what prompt and sampling were
         checked for, if they were. ``stop_token_ids``: everything that ends it on the device,
         by default worked out from ``sampling`` and ``eos_token_ids``. Raises RequestError for too many of them.
         """
@@ -162,6 +164,7 @@ class OutputProcessor:
                     opened_at=now,
                     answers=[None] * (1 if apart else sampling.n),
                     prompt_parts=None if one.prompt_logprobs is None else [],
+                    apart=apart,
                 )
             if (one.stop or stream) and self._tokenizer is not None:
                 text = TextStream(self._tokenizer, one.stop, one.min_tokens, group.prompt_token_ids)
@@ -294,8 +297,12 @@ class OutputProcessor:
             tpot=sum(group.gaps) / len(group.gaps) if group.gaps else None,
             e2e=now - group.arrived_at,
         )
-        scores = None if group.prompt_parts is None else prompt_logprobs(group.prompt_token_ids, group.prompt_parts)
-        return RequestOutput(group.key, group.prompt, group.prompt_token_ids, tuple(answers), timing, scores)
+        output = RequestOutput(group.key, group.prompt, group.prompt_token_ids, tuple(answers), timing)
+        if group.prompt_parts is None:
+            return output
+        if group.apart:
+            return replace(output, prompt_parts=tuple(group.prompt_parts))
+        return replace(output, prompt_logprobs=prompt_logprobs(group.prompt_token_ids, group.prompt_parts))
 
     def _complete(self, sequence: _Sequence, finished: Finished) -> Completion:
         request, reason, token_ids = sequence.request, finished.reason, finished.token_ids

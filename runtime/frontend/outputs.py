@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runtime.schedule.request import FinishReason
+
+if TYPE_CHECKING:
+    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     timing: Timing
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_parts: tuple[PromptLogprobs, ...] | None = None  # the same as it came, in its place, where ``apart``
 
     @property
     def failed(self) -> Completion | None:

@@ -35,6 +35,7 @@ from runtime.frontend.serve_messages import (
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
+    ScoredPrompt,
     Setup,
     Stats,
     Step,
@@ -73,7 +74,7 @@ class End(NamedTuple):
     reason: FinishReason
     detail: str
     queued: float
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+    prompt_logprobs: tuple[ScoredPrompt, ...] | None
 
 
 class Update(NamedTuple):
@@ -122,6 +123,9 @@ class Mailbox:
 
     def put(self, update: Update) -> None:
         self._updates.append(update)
+        if len(self._updates) >= MOST_UNREAD:
+            self.leave()
+            self.fail(ClientGone())
         self._wake()
 
     def fail(self, failure: Exception) -> None:
@@ -155,6 +159,7 @@ class Health(NamedTuple):
     trouble: str | None
 
 
+MOST_UNREAD = 1 << 17  # updates, some 30 MB: a client that lets more wait does not read its stream
 _AT_ONCE = 8  # sequences whose tokens are told before the event loop looks for what has come meanwhile
 _PATIENCE = 0.5  # of the time after which the watchdog ends the job: health is told before that
 _MOST_QUIET = 5.0  # seconds; beats come twice a second
@@ -372,9 +377,7 @@ class RemoteEngine(asyncio.Protocol):
         if not sequence.fresh and not sequence.logprobs:
             touched.append(sequence)
         sequence.fresh += whole[sequence.seen :]
-        scores = ended.prompt_logprobs
-        entries = None if scores is None else tuple(None if w is None else w.entry() for w in scores)
-        ends[sequence.local] = End(ended.reason, ended.detail, ended.queued, entries)
+        ends[sequence.local] = End(ended.reason, ended.detail, ended.queued, ended.prompt_logprobs)
 
     def _deliver(self, sequence: _Live, end: End | None) -> None:
         fresh, logprobs = tuple(sequence.fresh), sequence.logprobs

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
 from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
 
 MAX_FRAME: Final = 256 << 20  # bytes; a prompt of a million tokens with log-probabilities stays far below
 ITERATION_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -45,6 +48,33 @@ class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     def entry(self) -> TokenLogprob:
         return TokenLogprob(self.token_id, self.logprob, self.rank, tuple(zip(self.top_ids, self.top, strict=True)))
+
+
+class ScoredPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A PromptLogprobs, its columns as they lie in memory: rank 0 makes no objects of them, which takes a second for a
+    million.
+    """
+
+    start: int
+    chosen: bytes
+    rank: bytes
+    top_ids: bytes
+    top: bytes
+
+    @classmethod
+    def of(cls, part: PromptLogprobs) -> ScoredPrompt:
+        columns = (part.chosen_S, part.rank_S, part.top_ids_SN, part.top_SN)
+        return cls(part.start, *(column.tobytes() for column in columns))
+
+    def columns(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
+        """As lists: chosen [S], rank [S], top ids [S, n], top values [S, n]."""
+        chosen: list[float] = list(memoryview(self.chosen).cast("f"))
+        rank: list[int] = list(memoryview(self.rank).cast("i"))
+        if not self.top:
+            return chosen, rank, [[] for _ in rank], [[] for _ in rank]
+        shape = len(rank), len(self.top) // len(self.chosen)
+        ids, top = memoryview(self.top_ids).cast("i", shape), memoryview(self.top).cast("f", shape)
+        return chosen, rank, cast(list[list[int]], ids.tolist()), cast(list[list[float]], top.tolist())
 
 
 # ---- rank 0 to an API process ----
@@ -83,7 +113,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """A sequence ended. ``tokens``: all that it generated, as int32. ``queued``: seconds until it went to the engine.
 
-    ``prompt_logprobs``: one entry a prompt token, if they were asked for.
+    ``prompt_logprobs``: of the prompt's tokens, if they were asked for.
     """
 
     local: int
@@ -91,7 +121,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     detail: str
     queued: float
-    prompt_logprobs: tuple[WireLogprob | None, ...] | None
+    prompt_logprobs: tuple[ScoredPrompt, ...] | None
 
 
 class Columns(msgspec.Struct, frozen=True, array_like=True):

@@ -287,6 +287,8 @@ def _logit_bias(logit_bias: object, vocab_size: int) -> tuple[tuple[int, float],
 def _allowed_token_ids(allowed: object, vocab_size: int) -> tuple[int, ...]:
     """As in SamplingParams: ids once, ascending."""
     ids = _sequence("allowed_token_ids", allowed, "token ids")
+    if len(ids) > vocab_size:
+        raise RequestError(f"allowed_token_ids has {len(ids)} ids, but the vocabulary has {vocab_size}")
     return tuple(sorted({_token("allowed_token_ids", token, vocab_size) for token in ids}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -682,6 +683,65 @@ def test_a_text_that_need_not_fit_is_bounded_too() -> None:
                 reply = await client.post(path, fields)
             assert (reply.status, reply.error["param"]) == (400, "messages" if "messages" in fields else "prompt")
             assert re.search(r"the text has 10485\d\d characters, more than are tokenised", reply.error["message"])
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        # 64 prompts of 1,000 tokens with 20 alternatives each: 1.3 million objects, twice
+        ("/v1/completions", {"prompt": [[5] * 1000] * 64, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [[5] * 1000] * 64, "echo": True, "logprobs": 20}, "logprobs"),
+        ("/v1/completions", {"prompt": [[5] * 500] * 8, "n": 8, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [5], "n": 20, "logprobs": 20, "max_tokens": 2000}, "logprobs"),
+        ("/v1/chat/completions", {"n": 20, "logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, "logprobs"),
+        ("/v1/completions", {"prompt": [[5, 6]] * 700, "allowed_token_ids": list(range(1600))}, "prompt"),
+        ("/v1/completions", {"prompt": [[5] * 400] * 5}, "prompt"),
+    ],
+)
+def test_what_would_stop_others_while_it_is_written_down_is_refused(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async def body(client: Client) -> None:
+        chat = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        reply = await client.post(path, {**chat, **fields})
+        assert (reply.status, reply.error["param"]) == (400, param), reply.body
+        assert "send several" in reply.error["message"]
+        assert not client.fake.added
+
+    with mock.patch("launch.serve.requests.MOST_PROMPT_TOKENS", 100_000 if "logprobs" in str(fields) else 1999):
+        run(body, ServedFake(model=FakeModel(vocab_size=2000, max_model_len=4096)))
+
+
+def test_where_no_length_is_asked_for_log_probabilities_bound_it() -> None:
+    """Of a chat, whose answer may otherwise have all that fits."""
+
+    async def body(client: Client) -> None:
+        chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4, "n": 2}
+        with mock.patch("launch.serve.requests.MOST_SCORES", 100):
+            reply = await client.post("/v1/chat/completions", {**chat, "seed": 1})
+        assert reply.status == 200
+        assert {request.sampling.max_tokens for request in client.fake.added} == {10}
+
+    run(body)
+
+
+def test_log_probabilities_are_written_down_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    made = chunks.whole
+
+    def noted(*parts: Any) -> bytes:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return made(*parts)
+
+    monkeypatch.setattr("launch.serve.generation.whole", noted)
+
+    async def body(client: Client) -> None:
+        for fields in ({}, {"logprobs": 2}):
+            reply = await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "seed": 1, **fields})
+            assert reply.status == 200
+        assert seen == [True, False]
 
     run(body)
 

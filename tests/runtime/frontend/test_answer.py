@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from runtime.frontend.answer import Answer
-from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.remote_engine import End, Update
+from runtime.frontend.serve_messages import ScoredPrompt
 from runtime.schedule.request import FinishReason, SamplingParams
 from tests.runtime.frontend import small_tokenizers
 
@@ -15,7 +15,7 @@ from tests.runtime.frontend import small_tokenizers
 def test_what_comes_with_the_end_is_kept_whatever_ends_the_answer(stop: str) -> None:
     """The scores of a prompt come with its end, which the token that completes a stop string may bring along."""
     ids = small_tokenizers.sentencepiece_backend().get_vocab()
-    scores = (None, TokenLogprob(ids["▁a"], -1.5, 1, ()))
+    scores = (ScoredPrompt(1, b"0000", b"0000", b"", b""),)
     answer = Answer(small_tokenizers.sentencepiece(), SamplingParams(max_tokens=1, stop=(stop,)), (), (ids["▁a"],))
     gain = answer.take(Update(0, (ids["▁the"],), (), End(FinishReason.LENGTH, "", 0.5, scores)))
     assert answer.reason is (FinishReason.STOP if stop == "the" else FinishReason.LENGTH)

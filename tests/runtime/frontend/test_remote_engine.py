@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from runtime.frontend.remote_engine import _AT_ONCE, EngineLost, Mailbox, RemoteEngine, SequenceRequest, Update
-from runtime.frontend.serve_messages import Columns, Ended, Opened, Step, framed, pack_tokens
+from runtime.frontend.remote_engine import (
+    _AT_ONCE,
+    ClientGone,
+    EngineLost,
+    Mailbox,
+    RemoteEngine,
+    SequenceRequest,
+    Update,
+)
+from runtime.frontend.serve_messages import Columns, Drop, Ended, Opened, Step, framed, pack_tokens
 from runtime.schedule.request import FinishReason, SamplingParams
 
 ROWS = 3 * _AT_ONCE + 2
@@ -90,5 +98,27 @@ def test_a_lost_engine_is_heard_of_behind_its_last_tokens() -> None:
             assert [update.token_ids for update in await mailbox.take()] == [(1,), (2,)]
             with pytest.raises(EngineLost):
                 await mailbox.take()
+
+    asyncio.run(steps())
+
+
+def test_a_stream_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client may be slow for a while; what it never reads would be held for as long as the engine generates."""
+    monkeypatch.setattr("runtime.frontend.remote_engine.MOST_UNREAD", 5)
+
+    async def steps() -> None:
+        engine, (slow, other) = engine_of(2)
+        sent: list[bytes] = []
+        monkeypatch.setattr(engine._transport, "write", sent.append)
+        engine.data_received(step_of([0, 1], 1, opened=[0, 1]))
+        for token in range(2, 9):
+            await other.take()
+            engine.data_received(step_of([0, 1], token))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert sent == [framed(Drop((0,), FinishReason.CANCELLED))]
+        assert len(await slow.take()) == 5
+        with pytest.raises(ClientGone):
+            await slow.take()
 
     asyncio.run(steps())
