@@ -42,6 +42,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def written_at(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 def is_gone(pid: str) -> bool:
     """Or only its exit code is left, for whoever became its parent."""
     try:
@@ -166,11 +173,11 @@ def test_a_killed_rank_0_leaves_no_file_and_its_socket_is_taken_over(tmp_path: P
     words = [sys.executable, "-m", "tests.launch.serve.fake_main", "serve", "--model", "models/demo", "--device", "cpu"]
     words += ["--uds", str(place), "--address-file", str(file)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    written: list[int] = []
+    written = [0]
     for number in (signal.SIGKILL, signal.SIGHUP):
         server = subprocess.Popen(words, cwd=ROOT, env=environ)
-        wait_until(lambda: file.exists() and file.stat().st_mtime_ns not in written)
-        written.append(file.stat().st_mtime_ns)
+        wait_until(lambda: written_at(file) not in written)
+        written.append(written_at(file))
         assert server.poll() is None
         (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         server.send_signal(number)
