@@ -39,6 +39,7 @@ def test_each_rule_is_held_against_its_bound(outside: dict[str, float], broken: 
     assert shown[-1] == "us_per_event{1}: rank 0 1.5"
 
 
+@pytest.mark.slow
 def test_a_shape_gets_a_tokenizer_of_its_size(tmp_path: Path) -> None:
     folder = model_folder("qwen3-0.6b", tmp_path)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]

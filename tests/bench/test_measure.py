@@ -24,6 +24,7 @@ def scripted(name: str, seconds: int, source: str) -> Part:
     return Part(name, 1, seconds, f"-c {shlex.quote(source)}")
 
 
+@pytest.mark.slow
 def test_parts_run_to_their_end_or_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     parts = [

@@ -36,6 +36,7 @@ def test_a_fault_ends_the_job_as_promised(case: Case, tmp_path: Path, reference:
     assert broken(case, outcome, tmp_path, reference, SLACK) == [], outcome.said[-6000:]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("launcher", "phase"), [("torchrun", "load"), ("torchrun", "decode"), ("daemon", "decode")])
 def test_no_rank_outlives_its_launcher(launcher: str, phase: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def without_proposals() -> tuple[RequestOutput, ...]:
     return tuple(complete(CONFIG, PROMPTS, SAMPLING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [NGRAM, MTP, DFLASH, {**MTP, "tree_size": 8}, pytest.param({**DFLASH, "tree_size": 16}, marks=pytest.mark.long)],

@@ -269,6 +269,7 @@ def _transformers_logits(model: Any, prompt: tuple[int, ...], completion: tuple[
     return logits[len(prompt) - 1 :]
 
 
+@pytest.mark.slow
 def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
     folder, models = saved
     run_models(folder, SingleRank())
@@ -284,6 +285,7 @@ def test_tensor_parallel(saved: tuple[Path, dict[str, Any]], size: int) -> None:
     _check_all(folder, models, size)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_in_threads(saved: tuple[Path, dict[str, Any]]) -> None:
     """Four ranks, whose shares are smaller: four processes on two cores mostly wait for one another. The last scenarios
     of the list; of hybrid models also the first."""

@@ -253,6 +253,7 @@ print(memory("VmHWM") - before - parameters)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.multiprocess
 def test_peak_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, tensors: dict[str, Tensor]) -> None:

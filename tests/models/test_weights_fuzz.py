@@ -13,6 +13,7 @@ from tests.models.weights_mutations import Mutation, store
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
 
+@pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_by_name_or_loads_what_it_holds(tmp_path: Path) -> None:
     outcomes = fuzz(tmp_path, 0, 40 * len(KINDS))
     assert outcomes.total() == 40 * len(KINDS)

@@ -47,6 +47,7 @@ FEWER: dict[str, tuple[Path, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEWER)
 def test_each_width_has_costs_and_graphs_of_its_own(name: str) -> None:
     """Measured as on a GPU. Then a policy that wants another width in each step gives the answers of the widest."""
@@ -82,6 +83,7 @@ def test_each_width_has_costs_and_graphs_of_its_own(name: str) -> None:
     assert {i - 10: each.token_ids for i, each in again.items()} == {i: each.token_ids for i, each in alone.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
 def test_engines_are_measured_as_they_run(name: str) -> None:
     torch.set_num_threads(1)

@@ -198,6 +198,7 @@ def test_no_bytes_can_raise(data: bytes) -> None:
         assert isinstance(item, BadLine)
 
 
+@pytest.mark.slow
 @given(
     fields=st.dictionaries(
         st.sampled_from(["prompt", "prompt_token_ids", "max_tokens", "temperature", "stop", "seed", "n", "id"]),

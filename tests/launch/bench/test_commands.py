@@ -109,6 +109,7 @@ def test_whole_answers_without_a_short_run(tmp_path: Path) -> None:
     assert point["chained_ratio"] == 0
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_full_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"latency {SMALL} --batch-size 1,8 --num-blocks 12 --max-model-len 64"  # eight requests need 32 blocks
     assert measure(tmp_path, f"{line} --profile") == 1

@@ -203,6 +203,7 @@ def test_a_profile_of_rounds_leaves_stages_and_a_trace(tmp_path: Path) -> None:
 # ---- a run ----
 
 
+@pytest.mark.slow
 def test_a_profile_of_each_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(tmp_path, "--batch-size 1,4 --profile --max-num-batched-tokens 40 --chain-depth 2")
     for batch, prefills in ((1, 1), (4, 2)):

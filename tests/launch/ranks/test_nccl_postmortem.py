@@ -59,6 +59,7 @@ def test_the_recorder_is_that_of_the_group(
     assert (tmp_path / TRACE).read_text() == recorder
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="torch 2.12 records NCCL only"

@@ -58,6 +58,7 @@ def expected_answers(folder: Path) -> dict[str, object]:
     return answers_of(generate(folder / "serial")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     write_input(tmp_path, good_lines(12))
@@ -72,6 +73,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     assert answers_of(tmp_path / "out.jsonl") == expected_answers(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_as_srun_starts_them(tmp_path: Path) -> None:
     write_input(tmp_path, good_lines(12))
@@ -94,6 +96,7 @@ def test_two_ranks_as_srun_starts_them(tmp_path: Path) -> None:
     assert answers_of(tmp_path / "out.jsonl") == expected_answers(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_process_that_is_ended_in_the_middle_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:

@@ -306,6 +306,7 @@ def test_more_runs_are_the_same_measurement_and_another_option_is_not(tmp_path: 
 # ---- the page ----
 
 
+@pytest.mark.slow
 def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_ledger(tmp_path / "out", grid=small_grid())
     earlier = write_ledger(tmp_path / "earlier", grid=small_grid(), slower=0.5)
@@ -331,6 +332,7 @@ def test_the_command_writes_page_pictures_and_rows(tmp_path: Path, capsys: pytes
     assert run_sweep(parsed(SweepCommand, ["sweep", "report", str(tmp_path)]), {}) == 2
 
 
+@pytest.mark.slow
 def test_a_report_against_the_one_it_replaces(tmp_path: Path) -> None:
     """The earlier rows are read before they are overwritten."""
     write_ledger(tmp_path, grid=small_grid())
@@ -499,6 +501,7 @@ def test_no_legend_hides_a_line(whole: Path, draw: Callable[[Sequence[Row]], Fig
         assert words.x1 <= figure.bbox.x1
 
 
+@pytest.mark.slow
 def test_the_same_rows_give_the_same_pictures(tmp_path: Path) -> None:
     rows = report_of(write_ledger(tmp_path, grid=small_grid())).rows
     first, again = ([p.svg for p in draw_all(rows) if isinstance(p, Picture)] for _ in range(2))

@@ -43,6 +43,7 @@ addEventListener("load", async () => {
 </script>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     CHROMIUM is None and not REQUIRED, reason="no browser here; Debian: apt-get install chromium-headless-shell"
 )

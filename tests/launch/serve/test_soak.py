@@ -11,6 +11,7 @@ from tests.launch.serve import soak
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_requests_aborts_and_broken_bytes_leave_nothing_behind() -> None:
     words = ["--requests", "100", "--aborts", "100", "--malformed", "150", "--overload", "120"]
     words += ["--answers", "12", "--max-queued", "40"]  # more work than a server on a busy machine accepts meanwhile
@@ -23,6 +24,7 @@ def test_requests_aborts_and_broken_bytes_leave_nothing_behind() -> None:
     assert ended["most waiting"] <= 40
 
 
+@pytest.mark.slow
 def test_two_api_processes_share_the_work_and_the_counts() -> None:
     async def body() -> None:
         async with soak.target("fake", "--api-processes", "2") as server:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launch.bench.load.test_openai_backend import Handler, serving
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,6 +28,7 @@ grid:
 """
 
 
+@pytest.mark.slow
 def test_points_of_one_server_are_measured_one_after_the_other(tmp_path: Path) -> None:
     with serving() as url:
         (tmp_path / "grid.yaml").write_text(GRID.format(model=ROOT / "models/demo", url=url))

@@ -45,6 +45,7 @@ def here(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_from_a_grid_to_a_report(tmp_path: Path, here: Callable[..., str]) -> None:
     options = {"model": str(tiny_folder(tmp_path / "tiny")), "device": "cpu", "input-len": 12, "output-len": 5}

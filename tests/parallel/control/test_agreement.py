@@ -58,6 +58,7 @@ def run(job: Job, steps: int, patience: int = 4000, dies: tuple[int, int, bool] 
     raise AssertionError(f"no end after {patience} rounds: {[r.machine.state for r in job.ranks]}")
 
 
+@pytest.mark.slow
 # Each case is 500 seeds, so that test workers can share them: 1,000 seeds for each world, 5,000 with the long ones.
 @pytest.mark.parametrize("block", [*range(2), *(pytest.param(block, marks=pytest.mark.long) for block in range(2, 10))])
 @pytest.mark.parametrize("world", [2, 4, 8])

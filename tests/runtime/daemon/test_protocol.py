@@ -285,7 +285,7 @@ EVERY = settings(
     max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-TestProtocol = Protocol.TestCase
+TestProtocol = pytest.mark.slow(Protocol.TestCase)
 TestProtocol.settings = EVERY
 
 

@@ -42,6 +42,7 @@ HYBRID = "Mamba-2, sigmoid routers"  # and experts in a block of their own, behi
 SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, HYBRID: HYBRIDS["nemotron-h"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "conditions"),
     [
@@ -113,6 +114,7 @@ def chains_change_no_bit(over: Callable[..., Any], requests: Sequence[Request], 
 CHAINS: dict[str, dict[str, object]] = {"attention": {}, "gated delta nets": FAMILIES["qwen3.5"], "Mamba-2": NEMOTRON}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "width"),
     [("attention", 16), *((name, 4) for name in [*CHAINS][1:]), *(long(name, 16) for name in [*CHAINS][1:])],

@@ -59,6 +59,7 @@ def gone(refs: Sequence[weakref.ref[Any]]) -> bool:
     return all(ref() is None for ref in refs)
 
 
+@pytest.mark.slow
 def test_what_was_alive_is_collected_only_afterwards() -> None:
     ring = Ring()
     refs = [weakref.ref(ring)]
@@ -83,6 +84,7 @@ def test_what_was_garbage_is_not_kept() -> None:
     thaw()
 
 
+@pytest.mark.slow
 def test_the_last_one_thaws() -> None:
     ring = Ring()
     refs = [weakref.ref(ring)]
@@ -113,6 +115,7 @@ def test_closed_engines_leave_nothing_behind(tmp_path: Path) -> None:
         assert gone(refs)
 
 
+@pytest.mark.slow
 def test_a_closed_engine_that_somebody_holds_has_no_memory(tmp_path: Path) -> None:
     with engine_over(tiny_folder(tmp_path)) as engine:
         run(engine, [request(0, (3, 4, 5))])
@@ -121,6 +124,7 @@ def test_a_closed_engine_that_somebody_holds_has_no_memory(tmp_path: Path) -> No
     assert max(tensor.untyped_storage().nbytes() for tensor in held) == 0
 
 
+@pytest.mark.slow
 def test_memory_is_free_before_the_next_engine_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any other collection: the last engine's weights would be sized around, or leave no room at all."""
     folder = tiny_folder(tmp_path)
@@ -142,6 +146,7 @@ def test_memory_is_free_before_the_next_engine_measures_it(tmp_path: Path, monke
         gc.enable()
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_with_an_error_thaws(tmp_path: Path) -> None:
     engine = engine_over(tiny_folder(tmp_path))
     assert frozen() > 0

@@ -154,6 +154,7 @@ def test_groups_that_never_have_windows_replay_their_prompts() -> None:
         assert not any(name.startswith("fallbacks") for name in counters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "percent", "depth"), covering([*CHUNKS], (50, 0), (0, 2), at_once=1), indirect=["chunks"]
 )
@@ -209,6 +210,7 @@ def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int,
     assert all(idle > 0 for idle in lives.idle_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "windows"), covering(("qwen3.5-moe", "nemotron-h"), (False, True), at_once=1))
 def test_each_group_has_snapshots_of_its_own(family: str, windows: bool) -> None:
     """Models with recurrent layers and experts, their shared one on each group: prefix hits in both groups, while the

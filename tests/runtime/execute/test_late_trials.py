@@ -146,6 +146,7 @@ def test_every_role_is_tried_with_its_largest_step(monkeypatch: pytest.MonkeyPat
     assert sorted(trials.compiled * len(BUCKETS)) == sorted((name, BUCKETS[0]) for name in names)
 
 
+@pytest.mark.slow
 def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a byte is missing for the widest window, and where there is room for decode alone."""
     trials = Trials(monkeypatch)

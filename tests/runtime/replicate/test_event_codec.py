@@ -54,6 +54,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
 PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
 
 
+@pytest.mark.slow
 @given(st.lists(EVENTS, max_size=6))
 def test_events_come_back_as_they_went(events: list[Event]) -> None:
     back = decode_events(encode_events(events))

@@ -230,7 +230,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.soon_free == len(self.referred() - set(owned))
 
 
-TestPool = PoolMachine.TestCase
+TestPool = pytest.mark.slow(PoolMachine.TestCase)
 TestPool.settings = settings(
     max_examples=150,
     stateful_step_count=40,

@@ -46,6 +46,7 @@ SEEDS = 400  # of a part. The rarest mutant below shows in one seed of a hundred
 PARTS = [*range(2), *(pytest.param(part, marks=pytest.mark.long) for part in range(2, 80))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_traces_equal_the_serial_engine(part: int) -> None:
     steps, failure = check_range(part * SEEDS, SEEDS)
@@ -93,6 +94,7 @@ NAMES = (
 OF_SNAPSHOTS = ("snapshot_saves", "snapshot_restores", "snapshot_evictions", "snapshot_missed_tokens")
 
 
+@pytest.mark.slow
 def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces do reach evictions, stalls, ghosts, prefix hits, fences, rows that fall short, forks of every kind and
     prompts that leave before theirs, chunks cut to waves or left to a later step, every depth, every pattern of widths.
@@ -538,6 +540,7 @@ def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "caught_by"),
     [

@@ -25,6 +25,7 @@ SEEDS = 1200
 LONG_SEEDS = 40_000
 
 
+@pytest.mark.slow
 def test_random_stories() -> None:
     counted: Counter[str] = Counter()
     for seed in range(SEEDS):

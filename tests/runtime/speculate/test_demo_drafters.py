@@ -23,6 +23,7 @@ from tests.runtime.speculate.demo_acceptance import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WIDEST)
 def test_golden_tokens_at_the_recorded_acceptance(method: str) -> None:
     """Prompts that no drafter was trained on. A float's last bits may decide between two guesses, hence the margin."""
@@ -36,6 +37,7 @@ def test_golden_tokens_at_the_recorded_acceptance(method: str) -> None:
     assert found["accepted_length"] > 2.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TREE_SIZES)
 def test_a_tree_keeps_more_than_a_chain_of_its_depth(method: str) -> None:
     finished, counters = serve(method, tree_size=TREE_SIZES[method])
@@ -58,6 +60,7 @@ def check_hybrid_tokens(finished: dict[int, Finished]) -> None:
         assert finished[i].reason.label == row["finish_reason"], row["id"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
     """Three gated delta nets to a layer of attention, whose state takes in what is kept of a window and no more."""
@@ -69,6 +72,7 @@ def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
     assert found["accepted_length"] == pytest.approx(recorded["accepted_length"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_tree_over_the_hybrid_keeps_more_than_a_chain() -> None:
     """Whose nodes go on from their parents' states, and whose path is taken in."""
     finished, counters = serve("mtp", tree_size=TREE_SIZES["mtp"], folder=HYBRID)
@@ -78,6 +82,7 @@ def test_a_tree_over_the_hybrid_keeps_more_than_a_chain() -> None:
     assert found["accepted_length"] > 1.04 * record["hybrid mtp"]["accepted_length"]
 
 
+@pytest.mark.slow
 def test_the_hybrids_layer_needs_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that lags by a step costs guesses, and no token: acceptance alone tells."""
     observe = MTPProposer.observe

@@ -230,6 +230,7 @@ def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
     assert max(map(max, life.rounds.values())) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(

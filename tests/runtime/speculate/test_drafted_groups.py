@@ -42,6 +42,7 @@ def everyones(made: list[Recorder], make: MakeProposer) -> MakeProposer:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "depth"), [("mtp", 0), ("mtp", 2), ("dflash", 2), ("qwen3.5-moe", 2)], ids=lambda value: str(value)
 )

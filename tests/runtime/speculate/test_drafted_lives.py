@@ -90,6 +90,7 @@ FULL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "width", "depth", "seed", "tree"), FULL)
 def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tree: bool, tmp_path: Path) -> None:
     """Evictions, pauses, cancels or stop strings, echoed prompts, in one life; of seed 46 also windows or trees beside

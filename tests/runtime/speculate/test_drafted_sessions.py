@@ -349,6 +349,7 @@ def expected(drafter: Drafter, sessions: Iterable[Session]) -> tuple[list[list[i
     return gains, guesses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "kind", "depth"),
     [

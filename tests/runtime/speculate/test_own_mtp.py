@@ -67,6 +67,7 @@ def test_trees_grow_around_what_the_oracle_guesses(tmp_path: Path) -> None:
     assert life.counters["spec_num_accepted_tokens"] > 20, "nodes were kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "whole"),
     [("qwen3-next", False), ("qwen3-next", True), ("nemotron-h", False)],
@@ -85,6 +86,7 @@ def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> Non
     assert layers[-1].mlp.experts.gate_up.shape == held[family], "with two parts of the shared expert beside eight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tree"), [("qwen3-next", 0), ("qwen3.5", 12)], ids=["chain", "tree"])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     family: str, tree: int, tmp_path: Path

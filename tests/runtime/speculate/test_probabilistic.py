@@ -139,6 +139,7 @@ def test_guesses_are_drawn_from_what_the_oracle_says(kind: str, ids: Any, tmp_pa
     assert life.counters["spec_num_accepted_tokens"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same_at_every_depth_and_on_two_ranks(kind: str, tmp_path: Path) -> None:
     drafter, requests = DrawnDrafter(kind, tmp_path, ids=IDS), guests()

@@ -173,6 +173,7 @@ def test_features_that_were_not_taken_along_the_path_show(monkeypatch: pytest.Mo
         check_rounds(drafter, sequences(people(5), life))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ids"), [("mtp", IDS), ("dflash", None)])
 def test_two_ranks_grow_the_trees_of_one(kind: str, ids: tuple[int, ...] | None, tmp_path: Path) -> None:
     drafter = Drafter(kind, tmp_path, ids=ids, top_k=4)
