@@ -35,6 +35,7 @@ FOLDERS = (
     "tests/faults",
     "tests/bench",
     "tests/docs/test_embedding.py",
+    "tests/test_plant.py",
 )
 NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
 THREADS = (1, 4)

@@ -437,6 +437,7 @@ def test_tests_mirror_the_tree() -> None:
     assert all((ROOT / file).is_file() for file in ONE_FILE_S_TESTS.values())
 
 
+@pytest.mark.slow
 def test_nothing_runs_code_found_in_data() -> None:
     assert code_from_data(python_files()) == []
 

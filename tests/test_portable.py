@@ -66,6 +66,7 @@ def test_files_that_need_what_this_python_lacks_are_left_out(tmp_path: Path) -> 
     assert lacking([str(ROOT / folder) for folder in FOLDERS]) == {}, "where all is installed, nothing"
 
 
+@pytest.mark.slow
 def test_torch_takes_the_variables() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())"
     environ = {**os.environ, **Run("default", 4).environ}
@@ -73,6 +74,7 @@ def test_torch_takes_the_variables() -> None:
     assert found.stdout.split() == ["DEFAULT", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("width", "tests"), [("default", (GOLDEN, DEEP)), ("avx2", (DEEP, ALONE))], ids=("default", "avx2")

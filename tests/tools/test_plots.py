@@ -115,6 +115,7 @@ def test_the_tokens_per_second_of_mixed_load_are_those_of_today_s_page() -> None
     assert [rate for rate in rates if f"{rate:,.0f}" not in page] == []
 
 
+@pytest.mark.slow
 def test_both_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pictures of today's figures; their words are read from SVG."""
     pytest.importorskip("matplotlib")

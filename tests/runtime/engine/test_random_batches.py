@@ -17,12 +17,14 @@ FOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *map(long, (9, 23, 54)), *FOUND])
 def test_a_batch_gets_the_rows_that_its_lines_get_alone(seed: int) -> None:
     torch.set_num_threads(1)
     check_seed(seed)
 
 
+@pytest.mark.slow
 def test_everything_is_drawn() -> None:
     """Of 200 batches, without playing them."""
     requests, verbs = [], set()

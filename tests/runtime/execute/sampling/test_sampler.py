@@ -84,6 +84,7 @@ def test_draws_have_the_exact_distribution(params: SamplingParams, vary: str) ->
     assert statistic < reference.chi_square_bound(degrees)
 
 
+@pytest.mark.slow
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -> None:
     """One token has half the mass, 65,536 equal ones the rest: coarse noise would favour some of them."""
     vocab, draws = 1 + (1 << 16), 200
