@@ -9,12 +9,13 @@ Everything here raises RequestError, with the field to blame.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
+from launch.api.json_weight import too_heavy
 from launch.api.schema import ChatFields, CompletionFields
 from runtime.frontend.validation import MAX_CHOICES, RequestError
 from runtime.schedule.request import MAX_TOP_LOGPROBS
@@ -158,6 +159,9 @@ def plain_messages(messages: Sequence[dict[str, Any]], *, strict: bool = False) 
     """
     if not messages:
         raise _bad("messages is empty: give at least one message")
+    arguments = [written for written in _arguments_in(messages) if too_heavy(written) is None]
+    if (why := too_heavy(*arguments)) is not None:
+        raise _bad(f"arguments of tool calls: {why}")
     return [_plain_message(f"messages[{at}]", message, strict) for at, message in enumerate(messages)]
 
 
@@ -215,9 +219,21 @@ def _plain_call(where: str, call: object) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": _plain_arguments(function.get("arguments"))}}
 
 
+def _arguments_in(messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    """Of tool calls, as far as they are texts: JSON within JSON, which nothing has looked at yet."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(written := function.get("arguments"), str):
+                yield written.encode("utf-8", "replace")
+
+
 def _plain_arguments(written: object) -> dict[str, Any]:
     """An object that a template can write down: of what a model wrote, such as JSON that is cut off, an empty one."""
     try:
+        if isinstance(written, str) and too_heavy(written.encode()) is not None:
+            return {}
         arguments = json.loads(written) if isinstance(written, str) else written
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):

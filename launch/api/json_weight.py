@@ -16,17 +16,20 @@ _CONTAINER: Final = 16  # the garbage collector looks at each, again and again
 _LIGHT: Final = 64 << 10  # bytes that are never too many
 
 
-def too_heavy(data: bytes | bytearray) -> str | None:
-    """Why no objects should be made of ``data``, or None."""
-    if len(data) <= _LIGHT or _weight(data) <= MOST:
-        return None
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') <= MOST and _weight(b"".join(plain.split(b'"')[::2])) <= MOST:
+def too_heavy(*data: bytes | bytearray) -> str | None:
+    """Why no objects should be made of ``data``, JSON texts of one request, or None."""
+    if sum(map(len, data)) <= _LIGHT or sum(map(_weight, data)) <= MOST or sum(map(_exact_weight, data)) <= MOST:
         return None
     return (
         f"it has too many values: at most {MOST}, where a name counts as {_NAME} and a list or object as {_CONTAINER};"
         " send several requests"
     )
+
+
+def _exact_weight(data: bytes | bytearray) -> int:
+    """Or more than MOST. What follows an error in the JSON does not count: no objects are made of it."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    return MOST + 1 if plain.count(b'"') > MOST else _weight(b"".join(plain.split(b'"')[::2]))
 
 
 def _weight(data: bytes | bytearray) -> int:

@@ -28,13 +28,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from launch.serve.access import Access
 from launch.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
 from launch.serve.errors import ApiError, bad_request, unavailable
 from launch.serve.generation import Generation
 from launch.serve.http_protocol import CROWDED
 from launch.serve.incoming import Incoming
 from launch.serve.metrics import Metrics
-from launch.serve.requests import Asked, RequestBuilder
+from launch.serve.requests import MOST_TOKENS, Asked, RequestBuilder
 from launch.serve.settings import ServerSettings
 from launch.serve.sse import EventStream
 from runtime.frontend.chat_template import ChatTemplate
@@ -72,6 +73,7 @@ class ServeApp:
         self._builder: RequestBuilder | None = None
         self._started = int(time.time())
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._access = Access(settings.allowed_hosts, settings.allowed_origins)
         self._page = (files("launch.serve") / "page.html").read_bytes()
         self.in_flight = 0  # HTTP requests, probes aside
         self._incoming = Incoming(settings.max_body_bytes, settings.max_bodies_bytes, settings.retry_after)
@@ -128,8 +130,9 @@ class ServeApp:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
+        refused = self._access.refusal(scope)
         try:
-            await self._app(scope, receive, send_noted)
+            await (self._app if refused is None else refused.response())(scope, receive, send_noted)
         except ClientDisconnect:
             status = 499
         finally:
@@ -277,6 +280,10 @@ class ServeApp:
             tokenizer, ready = self._tokenizer, self.engine.ready
             if tokenizer is None or ready is None:
                 raise bad_request("the model folder has no tokenizer.json", "tokens")
+            if len(body.tokens) > max(ready.max_model_len, MOST_TOKENS):
+                raise bad_request(
+                    f"tokens has {len(body.tokens)} ids, but at most {MOST_TOKENS} are possible", "tokens"
+                )
             try:
                 check_ids_exist(body.tokens, ready.vocab_size, "tokens[{}]")
             except RequestError as error:

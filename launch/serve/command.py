@@ -153,7 +153,8 @@ def settings_of(
     else:
         ChatTemplate.from_folder(model)
     keys = _keys(options, environ)
-    if not keys and not options.insecure and options.uds is None and not _local(options):
+    local = options.uds is None and _local(options)
+    if not keys and not options.insecure and options.uds is None and not local:
         raise UsageError(
             f"--host {options.host} can be reached from other machines: set --api-key-file, or type --insecure to "
             "serve everybody"
@@ -182,6 +183,7 @@ def settings_of(
         tool_call_parser=options.tool_call_parser,
         api_keys=keys,
         allowed_origins=tuple(options.allowed_origins or ()),
+        allowed_hosts=tuple(options.allowed_hosts or ((options.host,) if local and not keys else ())),
         root_path=options.root_path.rstrip("/"),
         max_body_bytes=options.max_body_bytes,
         max_bodies_bytes=options.max_bodies_bytes // options.api_processes,

@@ -31,6 +31,7 @@ class ServeOptions:
     served_model_name: list[str] | None
     root_path: str
     allowed_origins: list[str] | None
+    allowed_hosts: list[str] | None
     ssl_certfile: Path | None
     ssl_keyfile: Path | None
     chat_template: Path | None
@@ -106,6 +107,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     several("--served-model-name", "names of the model in requests; the first is reported", "name", "--model")
     option("--root-path", "path under which a proxy passes requests on", "path", str, "", "none")
     several("--allowed-origins", "web pages of these origins may call (CORS)", "origin", "none")
+    several("--allowed-hosts", "names in the Host header besides those of this machine; * is any", "name",
+            "none on loopback without a key, else any")  # fmt: skip
     option("--ssl-certfile", "TLS certificate", "file", Path, None, "none: HTTP")
     option("--ssl-keyfile", "its key", "file", Path, None, "in --ssl-certfile")
     option("--chat-template", "chat template instead of the model folder's", "file", Path, None, "the model folder's")

@@ -43,7 +43,7 @@ from runtime.frontend.validation import (
 )
 from runtime.schedule.request import SamplingParams
 
-_CUT_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
+MOST_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
 _CUT_CHARACTERS = 1 << 20
 MOST_SCORES = 1 << 19  # log-probabilities of one request: some 60 MB of objects and 40 MB of JSON
 MOST_PROMPT_TOKENS = 1 << 20  # of one request, where its prompts are several
@@ -199,7 +199,7 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise bad_request("the model folder has no tokenizer.json: give token ids instead of text", param)
         most = self._ready.max_model_len
-        limits = (max(4 * most, _CUT_TOKENS), max(WIDEST_TOKEN * most, _CUT_CHARACTERS)) if cut else (most,)
+        limits = (max(4 * most, MOST_TOKENS), max(WIDEST_TOKEN * most, _CUT_CHARACTERS)) if cut else (most,)
         try:
             return tuple(prompt_ids(self._tokenizer, text, *limits, add_special_tokens=add_special_tokens))
         except PromptTooLong as error:

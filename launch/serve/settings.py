@@ -34,6 +34,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: ToolParser = "hermes"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
     max_body_bytes: int = MAX_BODY_BYTES
     max_bodies_bytes: int = MAX_BODIES_BYTES  # of this process

@@ -32,3 +32,12 @@ def test_names_and_containers_weigh_more_than_values() -> None:
     assert too_heavy(b"[" + b"[]," * (MOST // 17 - 20)) is None
     assert too_heavy(b"[" + b"[]," * (MOST // 17 + 1)) is not None
     assert too_heavy(b"[" * 60_000) is None, "short of 64 KiB nothing is looked at"
+
+
+def test_texts_of_one_request_are_counted_together_and_each_alone() -> None:
+    """A quote in one of them does not hide what stands in the next."""
+    part = b"[" + b"[]," * (MOST // 17 // 3)
+    assert too_heavy(part, part, b"[1]") is None
+    assert too_heavy(part, part, part, part) is not None
+    assert too_heavy(b'"', b"[]," * MIB) is not None
+    assert too_heavy(*[b"[]," * 10_000] * 10) is not None

@@ -19,6 +19,7 @@ from launch.api.schema import ChatFields, CompletionFields
 from launch.generate.input_file import FinishedRows, count_lines, read_lines, read_requests
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.output_processor import drawn_seed
+from runtime.frontend.validation import RequestError
 from runtime.schedule.request import SamplingParams
 from tests.launch.api import bad_lines, line_forms
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
@@ -145,6 +146,21 @@ def test_history_of_any_client_renders() -> None:
     ]
     (plain,) = body_rules.plain_messages([{**message, "tool_calls": calls}])
     assert [call["function"]["arguments"] for call in plain["tool_calls"]] == expected
+
+
+def test_arguments_of_tool_calls_are_json_that_is_weighed_too() -> None:
+    """They come as texts, and become objects for the template."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    assert body_rules.plain_messages([message])
+    with pytest.raises(RequestError, match="arguments of tool calls: it has too many values"):
+        body_rules.plain_messages([message] * 2)
+    assert body_rules.plain_messages(
+        [{"role": "assistant", "tool_calls": [{**call, "function": {"arguments": "{}"}}]}] * 5000
+    )
+    call["function"]["arguments"] = "[" * 200_000  # no model's, and no reason to refuse a history
+    (plain,) = body_rules.plain_messages([message])
+    assert plain["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:

@@ -103,7 +103,12 @@ class Target:
 def request(path: str, body: object = None) -> bytes:
     data = b"" if body is None else json.dumps(body).encode()
     method = b"GET" if body is None else b"POST"
-    return b"%s %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (method, path.encode(), len(data), data)
+    return b"%s %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (
+        method,
+        path.encode(),
+        len(data),
+        data,
+    )
 
 
 async def reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -193,19 +198,20 @@ def broken(rng: random.Random) -> bytes:
             data[rng.randrange(len(data))] = rng.randrange(256)
         return bytes(data)
     if kind == 2:  # two lengths: smuggling
-        return good.replace(b"host: x", b"content-length: 5\r\nhost: x", 1)
+        return good.replace(b"host: localhost", b"content-length: 5\r\nhost: localhost", 1)
     if kind == 3:
-        return good.replace(b"host: x", b"transfer-encoding: chunked\r\nhost: x", 1)
+        return good.replace(b"host: localhost", b"transfer-encoding: chunked\r\nhost: localhost", 1)
     if kind == 4:
-        return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        return head + b"zz\r\nabc\r\n0\r\n\r\n"
     if kind == 5:
         return good.replace(b"content-length: ", b"content-length: -", 1)
     if kind == 6:
-        return b"GET /" + b"a" * rng.randint(1000, 70_000) + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+        return b"GET /" + b"a" * rng.randint(1000, 70_000) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
     if kind == 7:
         return b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * rng.randint(10, 3000) + b"\r\n"
     if kind == 8:
-        return b"POST /v1/\xff\xfe%00%zz HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        return b"POST /v1/\xff\xfe%00%zz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
     body: bytes
     if kind == 9:
         body = b'{"prompt": "' + rng.randbytes(rng.randint(1, 50)).replace(b'"', b"") + b'"}'
@@ -235,11 +241,14 @@ def broken(rng: random.Random) -> bytes:
         asking = [[{"role": "user"}], [{"role": "user", "content": [{"type": 5}]}]]
         values = [None, 1, "x", [], {}, [{}], *asking, [{"role": "assistant", "tool_calls": call}]]
         chat = json.dumps({"messages": rng.choice(values), "tools": rng.choice(values), "max_tokens": 2}).encode()
-        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(chat), chat)
+        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (
+            len(chat),
+            chat,
+        )
     else:
         body = json.dumps(asked(rng)).encode()[: rng.randrange(1, 20)]
     route = rng.choice((b"/v1/completions", b"/tokenize", b"/detokenize", b"/v1/chat/completions"))
-    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (route, len(body), body)
+    return b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (route, len(body), body)
 
 
 async def malformed(target: Target, count: int, seed: int, workers: int = 16) -> Counter[str]:
