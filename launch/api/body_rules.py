@@ -43,7 +43,6 @@ REFUSED: Final[Neutral] = {
     "structural_tag": (),
     "prompt_embeds": ([],),
     "lora_path": (),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),

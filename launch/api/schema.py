@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from runtime.frontend.validation import RequestError
 from runtime.schedule.request import SamplingParams
 
 
@@ -39,6 +40,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    cache_salt: str | None = None
 
 
 class SimpleLine(SamplingFields, kw_only=True):
@@ -93,7 +95,6 @@ class Body(SamplingFields, kw_only=True):
     structural_tag: Any = None
     prompt_embeds: Any = None
     lora_path: Any = None
-    cache_salt: Any = None
     kv_transfer_params: Any = None
     return_tokens_as_token_ids: Any = None
 
@@ -192,8 +193,10 @@ def sampling_params(
 ) -> SamplingParams:
     """What the line says, and ``defaults`` where it says nothing, but for bad_words, which need a tokenizer.
 
-    Ranges are not checked here.
+    Ranges are not checked here. Raises RequestError for an empty cache_salt.
     """
+    if fields.cache_salt == "":
+        raise RequestError("cache_salt is empty: leave it out, or send a text", "cache_salt")
     said = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
     if said.get("top_k") == -1:  # vLLM's old word for all tokens
         said["top_k"] = 0

@@ -22,6 +22,7 @@ from runtime.schedule.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     Request,
@@ -176,6 +177,9 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
                 plain[name] = None if value is None else _whole(name, value, *_WHOLE_OR_NONE[name])
         name = "min_tokens"
         _whole(name, plain[name], 0, plain["max_tokens"])
+        name = "cache_salt"
+        if len(checked_text(name, sampling.cache_salt)) > MAX_SALT_CHARACTERS:
+            raise RequestError(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters: send a digest of it")
         name = "ignore_eos"
         if not isinstance(sampling.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")

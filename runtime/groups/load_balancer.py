@@ -55,12 +55,12 @@ class LoadBalancer:
         if self._homes is None:
             return least
         prompt, most = request.prompt_token_ids, self._loads[least] // _ONE_REQUEST + SLACK
-        for homes in self._homes.find(prompt):
+        for homes in self._homes.find(prompt, request.sampling.cache_salt):
             free = [group for group in homes if self._loads[group] // _ONE_REQUEST <= most]
             if free:
                 least = min(sorted(free), key=self._loads.__getitem__)
                 break
-        self._homes.remember(prompt, least)
+        self._homes.remember(prompt, least, request.sampling.cache_salt)
         return least
 
     def ended(self, finished: Iterable[Finished]) -> None:

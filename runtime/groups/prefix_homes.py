@@ -26,23 +26,23 @@ class PrefixHomes:
         self._most = most
         self._homes: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
-    def find(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    def find(self, token_ids: Sequence[int], salt: str = "") -> list[tuple[int, ...]]:
         """The groups that had a prompt with the same beginning, for each length there is, the longest first."""
-        found = [homes for key in _beginnings(token_ids) if (homes := self._homes.get(key)) is not None]
+        found = [homes for key in _beginnings(token_ids, salt) if (homes := self._homes.get(key)) is not None]
         return found[::-1]
 
-    def remember(self, token_ids: Sequence[int], group: int) -> None:
+    def remember(self, token_ids: Sequence[int], group: int, salt: str = "") -> None:
         """The prompt goes to ``group``."""
-        for key in _beginnings(token_ids):
+        for key in _beginnings(token_ids, salt):
             homes = self._homes.pop(key, ())
             self._homes[key] = homes if group in homes else (*homes, group)
         while len(self._homes) > self._most:
             self._homes.popitem(last=False)
 
 
-def _beginnings(token_ids: Sequence[int]) -> Iterator[bytes]:
-    """Digests of the first 64, 128, 256, ... token ids, as far as there are so many."""
-    contents, digest = memoryview(packed(token_ids)), blake2b(digest_size=8)
+def _beginnings(token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
+    """Digests of the first 64, 128, 256, ... token ids, as far as there are so many, of requests with this salt."""
+    contents, digest = memoryview(packed(token_ids)), blake2b(salt.encode(), digest_size=8)
     done, length = 0, SHORTEST
     while length <= len(contents):
         digest.update(contents[done:length])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from runtime.schedule.fence import Fence
 from runtime.schedule.request import packed
@@ -21,6 +22,13 @@ from runtime.schedule.slots import AccountingError
 from runtime.schedule.snapshots import NO_SNAPSHOT, SnapshotPool
 
 ROOT = 0  # the prefix id of "nothing before"
+
+
+def root_of(salt: str) -> int:
+    """ROOT, or a negative prefix id instead, for requests that share with their own kind alone."""
+    if not salt:
+        return ROOT
+    return -1 - (int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little") >> 1)
 
 
 class BlockPool:

@@ -17,6 +17,7 @@ MAX_TOP_LOGPROBS: Final = 20  # most likely tokens reported for one token: the r
 MAX_LOGIT_BIAS: Final = 1024  # biased tokens of one request, as in vLLM: a slot has room for so many
 MAX_BAD_WORDS: Final = 256  # of one request, each as one row of token ids: a slot has room for so many
 MAX_BAD_WORD_TOKENS: Final = 16  # of one bad word
+MAX_SALT_CHARACTERS: Final = 1024
 
 
 class FinishReason(IntEnum):
@@ -48,7 +49,8 @@ class SamplingParams:
     ``logit_bias``: (token id, what is added to its logit), each id once, ascending. ``allowed_token_ids``: all others
     are never sampled; empty means that all are allowed. ``bad_words_token_ids``: token ids that never follow each other
     in the answer; the front end makes them from bad_words. These three come before penalties, and
-    log-probabilities do not show them.
+    log-probabilities do not show them. ``cache_salt``: the prompt's blocks are shared only with requests that have the
+    same; "" is shared by all that have none.
     """
 
     max_tokens: int = 16
@@ -70,6 +72,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
     @property
     def greedy(self) -> bool:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from runtime.schedule.blocks import ROOT, BlockPool
+from runtime.schedule.blocks import BlockPool, root_of
 from runtime.schedule.chain import Chain, advance
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.counters import ScheduleCounters
@@ -111,6 +111,8 @@ class Resources:
         most_tokens = self.limits.max_model_len
         shape = (request.request_id, sampling.n, len(prompt), request.priority, sampling.max_tokens)
         self.digest.fold(self.chain.step, "arrive", shape)
+        if sampling.cache_salt:
+            self.digest.fold(self.chain.step, "salt", (root_of(sampling.cache_salt),))
         if quantum:
             self.digest.fold(self.chain.step, "session", (quantum, keep))
         if in_use := [id_ for id_ in request.answer_ids if id_ in self.sequences]:
@@ -385,7 +387,7 @@ class Resources:
     def _requeue(self, sequence: SequenceState) -> None:
         self._end_slot(sequence)
         sequence.slot = sequence.prefilled = sequence.published_blocks = 0
-        sequence.prefix_id = ROOT
+        sequence.prefix_id = sequence.root
         sequence.private = sequence.borrowed = False
         self.move(sequence, Trigger.FENCE_LANDED)
         session = sequence.session
@@ -800,6 +802,10 @@ class Resources:
         holders = [s for s in self.sequences.values() if s.slot and s.state is not State.EVICTING]
         self.slots.check([s.slot for s in holders])
         self.pool.check([block for s in holders for block in s.blocks])
+        roots: dict[int, int] = {}
+        for s in holders:
+            if any(roots.setdefault(block, s.root) != s.root for block in s.blocks):
+                raise AccountingError(f"request {s.request.request_id} shares a block with one of another cache_salt")
         if self.snapshots is not None:
             findable = [block for block in range(1, self.config.blocks + 1) if self.pool.findable(block)]
             self.snapshots.check([s.restores for s in self.sequences.values() if s.restores], findable)

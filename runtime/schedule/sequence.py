@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.schedule.blocks import ROOT
+from runtime.schedule.blocks import root_of
 from runtime.schedule.plan import Scored
 from runtime.schedule.request import FinishReason, Request, packed
 from runtime.schedule.snapshots import NO_SNAPSHOT
@@ -80,6 +80,7 @@ class SequenceState:
         "request",
         "restores",
         "resumes",
+        "root",
         "rounds",
         "score_at",
         "seated_before",
@@ -120,7 +121,8 @@ class SequenceState:
         self.wake_at = 0  # planned_tokens at which a decode row is looked at again: out of blocks, or near its end
         self.published_blocks = 0
         self.publish_at = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
-        self.prefix_id = ROOT  # of the last published block
+        self.root = root_of(request.sampling.cache_salt)
+        self.prefix_id = self.root  # of the last published block
         self.private = False  # what it holds is older than a reset of the prefix cache: it is neither found nor shared
         self.borrowed = False  # since its admission it shares blocks that were not trusted then
         self.trusted = False  # since its admission a token of it has landed, so all its blocks are trusted
@@ -131,7 +133,7 @@ class SequenceState:
         self.stop_at = 0  # tokens at which its next chunk ends at the latest, to leave a snapshot; 0: nowhere
         self.branch_at = 0  # tokens whose KV could be found when its first chunk was cut, but not their state
         self.known_blocks = 0  # so many of its blocks could be found when it looked last, and theirs are, of the last
-        self.known_id = ROOT  # of them, the prefix id
+        self.known_id = self.root  # of them, the prefix id
         self.known_last = 0  # and the block
         self.paused = False
         scoring = request.sampling.prompt_logprobs is not None
@@ -161,11 +163,11 @@ class SequenceState:
         self.prefill_target = self.landed_tokens
         self.prefilled = self.published_blocks = self.publish_at = 0
         self.waits_since = NOT_WAITING
-        self.prefix_id = ROOT
+        self.prefix_id = self.root
         self.private = self.borrowed = self.trusted = False
         self.restores = NO_SNAPSHOT
         self.state_at = self.stop_at = self.branch_at = self.known_blocks = self.known_last = 0
-        self.known_id = ROOT
+        self.known_id = self.root
 
     @property
     def room_order(self) -> tuple[int, int, int]:

@@ -163,6 +163,16 @@ def test_arguments_of_tool_calls_are_json_that_is_weighed_too() -> None:
     assert plain["tool_calls"][0]["function"]["arguments"] == {}
 
 
+def test_a_line_of_any_form_may_have_a_cache_salt() -> None:
+    for made in (line_forms.simple, line_forms.batch, line_forms.chat):
+        assert batches.prepared(made(cache_salt="user 7")).sampling.cache_salt == "user 7"
+        lines = batches.parser()
+        line = made(cache_salt="")
+        bad = lines.parse(1, line, lines.peek(1, line))
+        assert isinstance(bad, BadLine)
+        assert bad.message == "cache_salt is empty: leave it out, or send a text"
+
+
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "max_completion_tokens": 3}
     line = json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}).encode()

@@ -746,6 +746,22 @@ def test_log_probabilities_are_written_down_beside_the_event_loop(monkeypatch: p
     run(body)
 
 
+def test_a_cache_salt_reaches_the_engine() -> None:
+    async def body(client: Client) -> None:
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        for path, fields in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", chat)):
+            asked = {**fields, "max_tokens": 1, "cache_salt": "user 7"}
+            assert (await client.post(path, asked)).status == 200
+            for salt, words in (("", "cache_salt is empty"), ("x" * 1025, "cache_salt has more than 1024 characters")):
+                reply = await client.post(path, {**asked, "cache_salt": salt})
+                assert (reply.status, reply.error["param"]) == (400, "cache_salt")
+                assert words in reply.error["message"]
+        assert (await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})).status == 200
+        assert [request.sampling.cache_salt for request in client.fake.added] == ["user 7", "user 7", ""]
+
+    run(body)
+
+
 def test_a_panic_of_the_tokenizer_library_is_a_400() -> None:
     async def body(client: Client) -> None:
         for path, fields in (

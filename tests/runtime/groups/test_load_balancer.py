@@ -7,7 +7,7 @@ import random
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.prefix_homes import PrefixHomes
 from runtime.schedule.plan import Finished
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.runtime.engine.rig import request
 
 
@@ -138,3 +138,12 @@ def test_ranks_never_part_and_loads_never_drift() -> None:
         (group,) = {rank.assign(one) for rank in ranks}
         assert group == sizes.index(min(sizes))
         running[group][one.request_id] = len(one.prompt_token_ids)
+
+
+def test_a_beginning_is_remembered_for_its_own_salt() -> None:
+    """A group's cache has nothing for another user, and its load would say who has asked what."""
+    rank = LoadBalancer(0, 3)
+    prompt = range(100)
+    salted = [SamplingParams(seed=1, cache_salt=salt) for salt in ("a", "b", "", "a", "b", "")]
+    homes = [rank.assign(Request(i, tuple(prompt), sampling)) for i, sampling in enumerate(salted)]
+    assert homes == [0, 1, 2, 0, 1, 2]

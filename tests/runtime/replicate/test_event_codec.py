@@ -37,6 +37,7 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | COUNTS,
     prompt_logprobs=st.none() | COUNTS,
+    cache_salt=st.text(max_size=5),
 )
 IDS = st.integers(0, 2**62 - 1)
 REQUESTS = st.builds(Request, IDS, TOKENS.map(packed), SAMPLING, TOKENS, st.integers(-(2**63), 2**63 - 1))
@@ -100,6 +101,7 @@ def test_most_bytes_is_a_bound_that_is_not_far_off() -> None:
         {"logit_bias": ((most, -99.9),) * 1000},
         {"bad_words_token_ids": ((most,) * 16,) * 256},
         {"stop": ("\U0001f600" * 1024,) * 16},
+        {"cache_salt": "\U0001f600" * 1024},
     ]
     events: list[Event] = [
         Admit(plain),

@@ -67,11 +67,12 @@ class Driver:
         n: int = 1,
         prompt_logprobs: int | None = None,
         quantum: int = 0,
+        salt: str = "",
     ) -> None:
         """``prompt`` is its tokens, or how many. With a ``quantum`` it is a session that is kept."""
         tokens = prompt_of(prompt, request_id) if isinstance(prompt, int) else prompt
         stops = () if stop is None else (stop,)
-        sampling = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs)
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=prompt_logprobs, cache_salt=salt)
         request = Request(request_id, tokens, sampling, stops, priority)
         self._requests |= {answer.request_id: answer for answer in request.answers()}
         self.submit(Admit(request, quantum=quantum, keep=quantum > 0))

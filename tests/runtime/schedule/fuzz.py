@@ -117,6 +117,7 @@ def make_trace(seed: int) -> Trace:
         prefix_caching=draw.random() < 0.7,
         max_waiting=draw.choice((3, 1000)),
     )
+    salts = ("", "a", "b") if seed % 10 == 7 else ("",)
     stems = [tuple(draw.randrange(VOCABULARY) for _ in range(draw.randrange(2, 14))) for _ in range(2)]
     events: dict[int, list[Event]] = {}
     for request_id in range(draw.randrange(3, 11)):
@@ -126,7 +127,7 @@ def make_trace(seed: int) -> Trace:
         request = Request(
             request_id,
             prompt,
-            SamplingParams(max_tokens=draw.choice((1, 2, 5, 9, 20))),
+            SamplingParams(max_tokens=draw.choice((1, 2, 5, 9, 20)), cache_salt=salts[request_id % len(salts)]),
             stops,
             priority=draw.choice((0, 0, 0, 1)),
         )

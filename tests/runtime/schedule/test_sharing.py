@@ -12,6 +12,7 @@ from runtime.schedule.plan import Chunk, ResetPrefixCache
 from runtime.schedule.planner import MOST_TOLD_BLOCKS
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
+from runtime.schedule.slots import AccountingError
 from runtime.schedule.states import State
 from tests.runtime.schedule.configs import Limits
 from tests.runtime.schedule.driver import Driver, prompt_of
@@ -452,3 +453,48 @@ def test_a_request_that_is_evicted_behind_a_reset_shares_again() -> None:
     engine.admit(2, prompt_of(12, 1), max_tokens=2)
     engine.finish()
     assert engine.scheduler.counters.prefix_hit_tokens == 8
+
+
+# ---- cache_salt ----
+
+
+@pytest.mark.parametrize("snapshots", [None, SnapshotPolicy(16, worth=1)], ids=["attention", "recurrent state"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_prefix_is_found_by_requests_with_the_same_salt_alone(depth: int, snapshots: SnapshotPolicy | None) -> None:
+    """Neither of one that has ended, nor of one that comes at the same time, nor after an eviction."""
+    engine = sharing(depth=depth, max_prefill_tokens=64, snapshots=snapshots, blocks=200, max_model_len=64)
+    prompt = prompt_of(32)
+    for request_id, salt in ((1, "alice"), (2, "bob"), (3, "")):
+        engine.admit(request_id, prompt, max_tokens=8, salt=salt)
+    engine.turns(8)
+    assert engine.scheduler.counters.prefix_waits == 0, "none waits for another one's blocks"
+    engine.scheduler.resources.evict(engine.sequence(2))
+    engine.finish()
+    done = engine.scheduler.counters.prefix_hit_tokens
+    for request_id, salt, hits in ((4, "carol", 0), (5, "alice", 28), (6, "bob", 28), (7, "", 28), (8, "carol", 28)):
+        engine.admit(request_id, prompt, max_tokens=2, salt=salt)
+        engine.finish()
+        assert engine.scheduler.counters.prefix_hit_tokens - done == hits, salt
+        done += hits
+
+
+def test_a_salt_is_a_decision_that_ranks_compare() -> None:
+    """With another one on one rank, the same plans would come of it for a while."""
+    values = set()
+    for salt in ("", "a", "b"):
+        engine = sharing()
+        engine.admit(1, 8, salt=salt)
+        values.add(engine.scheduler.digest.value)
+    assert len(values) == 3
+
+
+def test_mutant_a_scheduler_without_salts_is_found() -> None:
+    """Two that come at the same time share, and accounting says so."""
+    engine = sharing(blocks=60, max_model_len=64)
+    with patch("runtime.schedule.sequence.root_of", lambda salt: 0):
+        engine.admit(1, prompt_of(32), max_tokens=20, salt="a")
+        engine.turns(4)
+        engine.sequence(1).root = -5  # what accounting would know
+        engine.admit(2, prompt_of(32), max_tokens=20, salt="b")
+        with pytest.raises(AccountingError, match="another cache_salt"):
+            engine.turns(4)
