@@ -174,14 +174,21 @@ def test_a_killed_rank_0_leaves_no_file_and_its_socket_is_taken_over(tmp_path: P
     words += ["--uds", str(place), "--address-file", str(file)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     written = [0]
+
+    def hang_up_as_usual() -> None:  # a run of the tests under nohup ignores SIGHUP, and so would the server
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     for number in (signal.SIGKILL, signal.SIGHUP):
-        server = subprocess.Popen(words, cwd=ROOT, env=environ)
-        wait_until(lambda: written_at(file) not in written)
-        written.append(written_at(file))
-        assert server.poll() is None
-        (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        server.send_signal(number)
-        assert server.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 129)
+        with subprocess.Popen(words, cwd=ROOT, env=environ, preexec_fn=hang_up_as_usual) as server:
+            try:
+                wait_until(lambda: written_at(file) not in written)
+                written.append(written_at(file))
+                assert server.poll() is None
+                (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+                server.send_signal(number)
+                assert server.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 129)
+            finally:
+                server.kill()
         wait_until(partial(is_gone, child))
         assert list(temporary.iterdir()) == []
     assert not place.exists()
