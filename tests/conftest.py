@@ -7,7 +7,9 @@ pytest has imported and collected (0.2 to 0.5 s, on a busy machine more than mos
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -25,6 +27,18 @@ def pytest_sessionfinish() -> None:
     """Before what is left behind is looked at."""
     if "tests.torchrun" in sys.modules:
         sys.modules["tests.torchrun"].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """A command that is called within a test leaves SIGTERM ignored after an error, as its process is about to end. All
+    processes that later tests start would ignore it, too."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:

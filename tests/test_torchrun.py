@@ -45,6 +45,14 @@ def test_a_job_that_hangs_tells_where_its_ranks_stand(tmp_path: Path) -> None:
         while not all((tmp_path / rank).exists() for rank in "01"):
             assert not running.ended
             time.sleep(0.05)
-        with pytest.raises(TimeoutError, match=r"(?s)did not end.*waits_for_ever.*waits_for_ever"):
+        with pytest.raises(TimeoutError, match=r"(?s)hangs.*waits_for_ever.*waits_for_ever"):
             running.wait(patience_s=0.0)
         assert running.ended
+
+
+def test_a_job_that_is_busy_does_not_hang(tmp_path: Path) -> None:
+    """However long it takes: on a busy machine all jobs do."""
+    script = tmp_path / "works.py"
+    script.write_text("import time\nwhile time.process_time() < 1.2: pass\n")
+    with started(1, str(script)) as running:
+        assert running.wait(patience_s=1.0).returncode == 0

@@ -22,7 +22,9 @@ from tests.faults.zygote import TORCHRUN, Launcher, Zygote
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = 20_000  # characters of a hanging job's output that its error repeats
-PATIENCE_S = 900.0  # a hang ends there; four ranks on two busy cores have taken more than four minutes
+PATIENCE_S = 300.0  # a job that does next to nothing for so long hangs, however busy the machine is
+BUSY = 0.01  # of a core: more than watchdogs use, less than a job gets beside a hundred others
+_TIMES = 12  # an hour: a job that is busy for so long does not end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,13 @@ class Running:
         return self._launcher.poll() is not None
 
     def wait(self, patience_s: float = PATIENCE_S) -> Ran:
-        """For its end. Raises TimeoutError, with all threads' stacks, and kills the session, when it does not come."""
-        code = self._launcher.wait(patience_s)
+        """For its end. Raises TimeoutError, with all threads' stacks, and kills the session, when the job has not been
+        busy for ``patience_s``."""
+        for _ in range(_TIMES):
+            before = cpu_s(self.pid)
+            code = self._launcher.wait(patience_s)
+            if code is not None or cpu_s(self.pid) - before <= BUSY * patience_s:
+                break
         if code is None:
             os.killpg(self.pid, signal.SIGABRT)  # each process tells where its threads stand, and ends
             for reader in self._readers:
@@ -80,7 +87,7 @@ class Running:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             said = self._ran(-signal.SIGABRT).said[-STACKS:]
-            raise TimeoutError(f"{self._what} did not end within {patience_s:g} s; what it said last:\n{said}")
+            raise TimeoutError(f"{self._what} hangs; what it said last:\n{said}")
         return self._ran(code)
 
     def _ran(self, code: int) -> Ran:
@@ -138,6 +145,17 @@ def _started(module: str, *arguments: str, **changes: str | None) -> Iterator[Ru
             if not running.ended:
                 os.killpg(running.pid, 9)
                 running.wait()
+
+
+def cpu_s(session: int) -> float:
+    """CPU seconds of the processes of a session, with those that they have waited for."""
+    used = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with suppress(OSError):  # it has ended
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                used += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return used / os.sysconf("SC_CLK_TCK")
 
 
 class _Reader(threading.Thread):

@@ -84,10 +84,16 @@ def golden(device: str) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
-    found = all_ranks(tmp_path, "cpu", {name: JOBS[name] for name in (SYMMETRIC, ROUNDS)}, ranks=2)
+    found = all_ranks(tmp_path, "cpu", {SYMMETRIC: JOBS[SYMMETRIC]}, ranks=2)
     with rig(depth=0, block_size=BLOCK, blocks=BLOCKS, max_model_len=LENGTH) as engine:
         alone = outcome(run(engine, mixture(SEED)))
     assert found[SYMMETRIC][1]["tokens"] == [[i, *tokens] for i, (tokens, _) in sorted(alone.items())]
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_rounds_of_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
+    found = all_ranks(tmp_path, "cpu", {ROUNDS: JOBS[ROUNDS]}, ranks=2)
     assert found[ROUNDS][1]["golden"] == golden("cpu")
 
 

@@ -181,7 +181,7 @@ config = EngineConfig(
     device="cpu",
     max_num_seqs=4,
     max_model_len=64,
-    control_timeout_s=60.0,
+    control_timeout_s=600.0,
     bundles=f"{sys.argv[1]}/bundles",
 )
 greedy = SamplingParams(max_tokens=4, temperature=0.0)

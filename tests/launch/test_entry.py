@@ -6,10 +6,8 @@ import importlib
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,6 @@ import launch.__main__ as entry
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ["generate", "--model", "m", "--input", "in.jsonl", "--output", "out.jsonl"]
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """After an error SIGTERM is ignored for the rest of a command's process, which here is that of all tests."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("line", [GENERATE, ["bench", "latency", "--model", "m"]], ids=["generate", "bench"])

@@ -25,7 +25,7 @@ def bash(folder: Path, script: str, *arguments: str, **variables: str) -> subpro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
 
@@ -161,7 +161,7 @@ def serve_job(folder: Path, *options: str, **variables: str) -> tuple[str, list[
     environment["PATH"] = f"{stubs}:{environment['PATH']}"
     ran = subprocess.run(
         ["bash", str(ROOT / "slurm/serve.sbatch"), "--model", "M", *options],
-        env=environment, capture_output=True, text=True, timeout=30, check=False,
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     words = noted.read_text().splitlines()

@@ -23,7 +23,7 @@ def test_whenever_it_is_killed_it_ends_as_if_it_had_not_been() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert ended.returncode == 0, ended.stderr
     assert "real engine: 1 kills" in ended.stdout

@@ -23,7 +23,7 @@ from runtime.schedule.request import FinishReason
 def drain(ahead: ReadAhead[int]) -> list[int]:
     found = []
     while not ahead.exhausted:
-        item = ahead.take(timeout=10)
+        item = ahead.take(timeout=300)
         if item is not None:
             found.append(item)
     return found
@@ -45,7 +45,7 @@ def test_no_more_than_the_bound_is_made_before_it_is_taken() -> None:
             yield i
 
     ahead = ReadAhead(source(), 4)
-    assert reached.wait(10)
+    assert reached.wait(300)
     assert len(made) == 5, "four wait, one is in the source's hand"
     assert drain(ahead) == list(range(50))
 
@@ -56,9 +56,9 @@ def test_a_failure_of_the_source_comes_after_the_items_before_it() -> None:
         raise OSError("the disk is gone")
 
     ahead = ReadAhead(source(), 4)
-    assert ahead.take(timeout=10) == 1
+    assert ahead.take(timeout=300) == 1
     with pytest.raises(OSError, match="the disk is gone"):
-        ahead.take(timeout=10)
+        ahead.take(timeout=300)
     assert ahead.exhausted
     assert ahead.take() is None
 
@@ -75,7 +75,7 @@ def test_nothing_is_waited_for_unless_asked() -> None:
     gate = threading.Event()
 
     def source() -> Iterator[int]:
-        gate.wait(10)
+        gate.wait(300)
         yield 7
 
     ahead = ReadAhead(source(), 1)

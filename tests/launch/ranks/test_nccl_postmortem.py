@@ -67,7 +67,7 @@ def test_the_recorder_is_that_of_the_group(
 def test_the_calls_of_a_group_are_written(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     ran = subprocess.run(
-        [sys.executable, "-c", _RANK, str(tmp_path)], capture_output=True, text=True, timeout=120, cwd=root
+        [sys.executable, "-c", _RANK, str(tmp_path)], capture_output=True, text=True, timeout=600, cwd=root
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     trace = json.loads((tmp_path / TRACE).read_text())

@@ -25,6 +25,7 @@ from launch.ranks.start_engine import LOAD_SECONDS
 from parallel.topology import ParallelDegrees, Topology
 from runtime.build import CAPTURE_SECONDS
 from tests.launch.generate.batches import answers_of, generate, good_lines, model_folder, write_input
+from tests.torchrun import Running, started_alone, torchrun
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,10 +46,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def wait_for_rows(path: Path, process: subprocess.Popen[bytes], rows: int) -> None:
+def wait_for_rows(path: Path, running: Running, rows: int) -> None:
     """Until ``rows`` rows are in the file."""
     while not path.exists() or path.read_bytes().count(b"\n") < rows:
-        assert process.poll() is None, "it ended before it was caught"
+        assert not running.ended, "it ended before it was caught"
         time.sleep(0.005)
 
 
@@ -62,14 +63,11 @@ def expected_answers(folder: Path) -> dict[str, object]:
 @pytest.mark.multiprocess
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     write_input(tmp_path, good_lines(12))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    ended = subprocess.run(
-        [*command, *program(tmp_path)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "destroy_process_group" not in ended.stderr
-    assert ended.stdout.count("12 finished") == 1, "rank 0 alone speaks"
+    ended = torchrun(2, *program(tmp_path))
+    assert ended.returncode == 0, ended.errors
+    assert "Traceback" not in ended.errors
+    assert "destroy_process_group" not in ended.errors
+    assert ended.output.count("12 finished") == 1, "rank 0 alone speaks"
     assert answers_of(tmp_path / "out.jsonl") == expected_answers(tmp_path)
 
 
@@ -90,7 +88,7 @@ def test_two_ranks_as_srun_starts_them(tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert not any("Traceback" in text for text in errors), errors
     assert answers_of(tmp_path / "out.jsonl") == expected_answers(tmp_path)
@@ -102,16 +100,10 @@ def test_two_ranks_as_srun_starts_them(tmp_path: Path) -> None:
 def test_a_process_that_is_ended_in_the_middle_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
     write_input(tmp_path, good_lines(60))
     output = tmp_path / "out.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", *program(tmp_path, "--max-num-seqs", "4")],
-        cwd=ROOT,
-        env=environment(FAKE_STEP_SECONDS="0.03"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    wait_for_rows(output, process, 3)
-    process.send_signal(number)
-    code = process.wait(60)
+    with started_alone(*program(tmp_path, "--max-num-seqs", "4"), FAKE_STEP_SECONDS="0.03") as running:
+        wait_for_rows(output, running, 3)
+        os.kill(running.pid, number)
+        code = running.wait().returncode
     assert code == (143 if number == signal.SIGTERM else -signal.SIGKILL)
     early = output.read_bytes()
     assert 3 <= early.count(b"\n") < 60
@@ -139,7 +131,7 @@ def test_ranks_of_one_node_meet_whatever_it_is_called(address: str) -> None:
 
     def meet(rank: int) -> Store:
         topology = Topology(rank=rank, world=2, local_rank=rank, local_world=2)
-        return process_group._meet(Rendezvous(topology, "slurm", address, port), timedelta(seconds=5))
+        return process_group._meet(Rendezvous(topology, "slurm", address, port), timedelta(seconds=120))
 
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(meet, range(2))
@@ -220,6 +212,6 @@ def test_ranks_of_differently_large_worlds_are_refused_with_both_sizes() -> None
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(240)
     texts = " ".join(map(str, ended))
     assert "started for 4 ranks, but another rank for 2" in texts or "for 2 ranks, but another rank for 4" in texts

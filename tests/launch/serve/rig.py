@@ -34,7 +34,7 @@ from runtime.schedule.request import FinishReason
 from tests.launch.generate.fake_engine import FakeEngine
 from tests.runtime.frontend import small_tokenizers
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from launch.serve.errors import ApiError
 from launch.serve.incoming import Incoming, Turns
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class Sender:

@@ -191,6 +191,7 @@ def under_slurm(fate: str, out: Path, place: int | None, between: Callable[[], o
 HOW: dict[str, Any] = {"retry_failed": False, "max_array": None, "throttle": None, "show": False, "say": lambda _: None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["PENDING", "forgotten"])
 def test_what_is_killed_at_any_change_under_slurm_loses_and_repeats_nothing(fate: str, folder: Path) -> None:
     assert killed_everywhere(folder, partial(under_slurm, fate)) > 40 * len(GRID.points)

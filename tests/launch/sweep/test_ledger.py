@@ -156,7 +156,7 @@ def test_a_claim_is_held_by_one_process_and_by_what_it_started(tmp_path: Path) -
             assert second is None
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
     assert ledger.is_claimed(key), "the child goes on"
-    child.communicate(b"\n", timeout=60)
+    child.communicate(b"\n", timeout=300)
     assert not ledger.is_claimed(key)
     assert not ledger.is_claimed(POINTS[1].key)
 

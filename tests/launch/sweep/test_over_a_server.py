@@ -35,7 +35,7 @@ def test_points_of_one_server_are_measured_one_after_the_other(tmp_path: Path) -
         words = [sys.executable, "-m", "launch", "sweep", "run", "grid.yaml", "--out", "out"]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(
-            words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180, check=False
+            words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=900, check=False
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert len(Handler.asked) == 12

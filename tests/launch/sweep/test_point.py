@@ -28,7 +28,7 @@ def command(*words: str, code: int = 0) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
     return ended.stdout

@@ -1,4 +1,5 @@
 """Triton's interpreter, mended for today's numpy, and without work whose result nobody reads. Importing it is enough.
+ALL: a program was started with ``--all``, and runs cases, too, for which `make test` has no time.
 
 Knows: the parts of Triton 3.6's interpreter that take most of its time beside numpy: half of it, all told. Another
 version that has other parts is left as it is. Does not know: any kernel. Changes no number: a kernel's operations are
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+ALL = "--all" in sys.argv
 
 _patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 _np_dtype = interpreter._get_np_dtype

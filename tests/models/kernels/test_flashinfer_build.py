@@ -43,7 +43,7 @@ def build(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop(NAME, None)
 
 
-PATIENCE = 120.0  # seconds: a build has the lowest priority, and gets a hundredth of a core beside a few busy processes
+PATIENCE = 900.0  # seconds: a build has the lowest priority, and gets a hundredth of a core beside a few busy processes
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -187,7 +187,7 @@ def test_a_module_that_fails_leaves_ours(make: Make, caplog: pytest.LogCaptureFi
 
 def test_a_build_that_is_asked_for_is_waited_for(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     may_end = threading.Event()
-    flashinfer = FlashInfer(built=False, load=lambda: may_end.wait(60))
+    flashinfer = FlashInfer(built=False, load=lambda: may_end.wait(300))
     one = make(flashinfer, "flashinfer")
     threading.Timer(0.05, may_end.set).start()
     assert agreed(one) == "flashinfer"

@@ -80,7 +80,7 @@ def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
     for one in ranks:
         one.start()
     for one in ranks:
-        one.join(120)
+        one.join(600)
         one.kill()
     assert [one.exitcode for one in ranks] == [0] * RANKS
 

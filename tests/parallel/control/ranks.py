@@ -17,8 +17,9 @@ from parallel.control.protocol.handshake import Identity
 from parallel.control.protocol.states import Limits
 from parallel.topology import Topology
 
+PATIENCE_S = 240.0  # only ends tests that hang: a machine may be busy with other things
 IDENTITY = Identity(job=0xFEED, epoch=0, world=2, horizon=1, config="c0", model="m0", code="x0")
-LIMITS = Limits(deadline=20.0, resend=0.5, divergence=1.0, spin=0.0, start=60.0)
+LIMITS = Limits(deadline=PATIENCE_S, resend=0.5, divergence=1.0, spin=0.0, start=PATIENCE_S)
 
 Result = TypeVar("Result")
 
@@ -44,7 +45,7 @@ def in_threads(bodies: Mapping[int, Callable[[], Result]]) -> dict[int, Result |
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=90)
+        thread.join(timeout=2 * PATIENCE_S)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return ended
 
@@ -89,7 +90,7 @@ class ThreadStore:
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self.content, timeout=15):
+            if not self._changed.wait_for(lambda: key in self.content, timeout=PATIENCE_S):
                 raise TimeoutError(f"nobody set {key}")
             return self.content[key].encode()
 
@@ -106,7 +107,7 @@ class FileStore:
         path.with_suffix(".new").rename(path)
 
     def get(self, key: str) -> bytes:
-        path, until = self.folder / key.replace("/", "_"), time.monotonic() + 60
+        path, until = self.folder / key.replace("/", "_"), time.monotonic() + PATIENCE_S
         while not path.exists():
             if time.monotonic() > until:
                 raise TimeoutError(f"no rank set {key}")

@@ -18,7 +18,7 @@ from parallel.control.wire.frames import MAX_PAYLOAD
 from runtime.schedule.digest import RollingDigest
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.watchdog import Watchdog
-from tests.parallel.control.ranks import LIMITS, run_nodes, run_ranks, short_folder, take_turns
+from tests.parallel.control.ranks import LIMITS, PATIENCE_S, run_nodes, run_ranks, short_folder, take_turns
 from tests.parallel.control.test_interface import errors
 
 TURNS = 100
@@ -109,15 +109,14 @@ def test_large_events_and_large_tells_stop_nobody(place: Path, nodes: int) -> No
                 sizes[rank].append(len(payload))
             here = sum(map(len, sizes.values()))
             (missing,) = plane.agree_max(step, (world * turns - here if plane.rank == 0 else 0,))
-            together.wait(20)
+            together.wait(PATIENCE_S)
             step += 1
         finish(plane, step)
 
-    limits = replace(LIMITS, deadline=20.0)
     if nodes == 1:
-        ended = run_ranks(world, place, body, limits=limits, groups=world)
+        ended = run_ranks(world, place, body, groups=world)
     else:
-        ended = run_nodes(nodes, world // nodes, place, body, limits=limits, groups=world)
+        ended = run_nodes(nodes, world // nodes, place, body, groups=world)
     assert ended == dict.fromkeys(range(world))
     assert sizes == {rank: [large // (1 + step) for step in range(turns)] for rank in range(world)}
 
@@ -140,7 +139,7 @@ def test_an_idle_leader_wakes_for_what_it_is_told(place: Path) -> None:
             assert plane.wait_for_events(ready)
             told += plane.take_messages()
         else:
-            idle.wait(10)
+            idle.wait(PATIENCE_S)
             plane.send_message(b"late result")
         finish(plane, 1)
         return told
@@ -197,7 +196,7 @@ def test_ranks_of_a_group_that_propose_differently_end_all_with_both_values(plac
 
 @pytest.mark.parametrize(("nodes", "late"), [(1, 2), (2, 3)])
 def test_a_rank_that_proposes_late_is_named(place: Path, nodes: int, late: int) -> None:
-    limits = Limits(deadline=2.0, resend=0.2, divergence=0.5, spin=0.0, start=10.0)
+    limits = Limits(deadline=2.0, resend=0.2, divergence=0.5, spin=0.0, start=PATIENCE_S)
     over = threading.Event()
 
     def body(plane: ControlPlane) -> None:
@@ -205,7 +204,7 @@ def test_a_rank_that_proposes_late_is_named(place: Path, nodes: int, late: int) 
             for step in range(1000):
                 plane.exchange(step, 0)
                 if (plane.rank, step) == (late, 5):
-                    over.wait(20)
+                    over.wait(PATIENCE_S)
                 plane.agree_max(step, (step,))
         finally:
             if plane.rank == 0:
@@ -248,7 +247,6 @@ def test_the_watchdog_names_a_rank_that_hangs_before_its_proposal(place: Path, t
     options = WatchdogOptions(
         tmp_path / "bundles", limit=2.0, interval=0.05, silence=5.0, explanation_wait=0.3, grace=0.2
     )
-    limits = replace(LIMITS, deadline=20.0)
     ended = threading.Barrier(3)
 
     def body(plane: ControlPlane) -> Verdict | None:
@@ -259,15 +257,15 @@ def test_the_watchdog_names_a_rank_that_hangs_before_its_proposal(place: Path, t
             plane.exchange(step, 0)
             if (plane.rank, step) == (2, 5):
                 watchdog.place = "plan"
-                watchdog._thread.join(20)
+                watchdog._thread.join(PATIENCE_S)
             plane.agree_max(step, (step,))
-        watchdog._thread.join(20)
-        ended.wait(20)
+        watchdog._thread.join(PATIENCE_S)
+        ended.wait(PATIENCE_S)
         watchdog.stop()
         finish(plane, 6)
         return watchdog.verdict
 
-    verdicts = run_ranks(3, place, body, limits=limits, groups=3)
+    verdicts = run_ranks(3, place, body, groups=3)
     (verdict,) = set(verdicts.values())
     assert isinstance(verdict, Verdict)
     assert isinstance(verdict.error(), NoProgress)

@@ -33,7 +33,7 @@ from parallel.control.transport.uds import PACKET, connect, socket_path
 from parallel.control.transport.uds_links import UdsFollowerLink
 from parallel.control.wire.frames import Codec, Kind
 from runtime.schedule.digest import RollingDigest
-from tests.parallel.control.ranks import IDENTITY, LIMITS, identity_of, run_ranks, short_folder, take_turns
+from tests.parallel.control.ranks import IDENTITY, LIMITS, PATIENCE_S, identity_of, run_ranks, short_folder, take_turns
 
 
 @pytest.fixture
@@ -74,10 +74,11 @@ def test_all_ranks_agree_on_the_horizon_that_the_leader_chose_from_measured_roun
         assert plane.take_messages() == []
         return take_turns(plane, submitted)
 
-    ended = run_ranks(3, place, body, horizon=0)
+    limits = replace(LIMITS, resend=PATIENCE_S / 2)
+    ended = run_ranks(3, place, body, horizon=0, limits=limits)
     assert ended == dict.fromkeys(range(3), [b""] * wanted + submitted + [b""])
     (hop_s,) = hops
-    assert 0.0 < hop_s < LIMITS.resend / 2, "nothing was sent twice"
+    assert 0.0 < hop_s < limits.resend / 2, "nothing was sent twice"
 
 
 def test_events_larger_than_any_socket_buffer_do_not_stop_the_leader(place: Path) -> None:
@@ -90,7 +91,7 @@ def test_events_larger_than_any_socket_buffer_do_not_stop_the_leader(place: Path
         sizes = []
         for step, payload in enumerate([*submitted, b""]):
             sizes.append(len(plane.exchange(step, step, payload if plane.rank == 0 else b"")))
-            barrier.wait(20)
+            barrier.wait(PATIENCE_S)
         if plane.rank == 0:
             plane.stop()
         plane.exchange(len(submitted) + 1, 0)
@@ -225,14 +226,14 @@ def test_an_exception_of_one_rank_ends_all_with_its_reason(place: Path, first: i
 
 
 def test_a_rank_that_stands_still_is_named(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=0.0, start=PATIENCE_S)
     release = threading.Event()
 
     def body(plane: ControlPlane) -> None:
         try:
             for step in range(1000):
                 if plane.rank == 2 and step == 5:
-                    release.wait(10)
+                    release.wait(PATIENCE_S)
                 plane.exchange(step, step)
                 time.sleep(0.002)
         finally:
@@ -247,18 +248,18 @@ def test_a_rank_that_stands_still_is_named(place: Path) -> None:
 
 
 def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
-    limits = Limits(deadline=0.3, resend=0.1, divergence=0.1, spin=0.0, start=10.0)
+    limits = Limits(deadline=0.3, resend=0.1, divergence=0.1, spin=0.0, start=PATIENCE_S)
     given_up = threading.Barrier(3)
 
     def body(plane: ControlPlane) -> None:
         try:
             for step in range(10_000):
                 if plane.rank == 0 and step == 3:
-                    given_up.wait(10)
+                    given_up.wait(PATIENCE_S)
                 plane.exchange(step, step)
         except MissedDeadline:
             if plane.rank != 0:
-                given_up.wait(10)
+                given_up.wait(PATIENCE_S)
             raise
 
     found = errors(run_ranks(3, place, body, limits=limits))
@@ -270,7 +271,7 @@ def test_a_silent_leader_is_named_by_its_followers(place: Path) -> None:
 
 
 def test_an_idle_job_outlives_its_deadlines_without_burning_a_core(place: Path) -> None:
-    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=50e-6, start=10.0)
+    limits = Limits(deadline=0.4, resend=0.1, divergence=0.1, spin=50e-6, start=PATIENCE_S)
     work = threading.Event()
 
     def body(plane: ControlPlane) -> float:
@@ -322,7 +323,7 @@ def test_10000_junk_frames_at_the_listener_and_the_engine_still_answers(place: P
     def strangers() -> None:
         nonlocal sent
         while sent < 10_000:
-            stranger = connect(path, time.monotonic() + 10)
+            stranger = connect(path, time.monotonic() + PATIENCE_S)
             for _ in range(64):
                 match rng.randrange(5):
                     case 0:

@@ -30,7 +30,15 @@ from parallel.control.transport.zeromq import (
 )
 from parallel.control.wire.frames import Codec, Kind
 from runtime.schedule.digest import RollingDigest
-from tests.parallel.control.ranks import LIMITS, ThreadStore, identity_of, run_nodes, short_folder, take_turns
+from tests.parallel.control.ranks import (
+    LIMITS,
+    PATIENCE_S,
+    ThreadStore,
+    identity_of,
+    run_nodes,
+    short_folder,
+    take_turns,
+)
 from tests.parallel.control.test_interface import errors
 
 
@@ -65,7 +73,7 @@ def test_the_horizon_is_agreed_over_relays_too(place: Path) -> None:
 
 def paced(plane: ControlPlane, reached: list[int], step: int) -> None:
     """Collectives keep the leader from running ahead (for a while: a test that fails should not hang)."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE_S
     while plane.rank == 0 and min(reached[1:]) < step - 1 and time.monotonic() < until:
         time.sleep(0.0002)
     reached[plane.rank] = step
@@ -267,7 +275,7 @@ def test_10000_junk_messages_none_is_read(place: Path) -> None:
                 router.send(rng.randbytes(50), zmq.NOBLOCK)
         impostors[2].send(rng.randbytes(rng.randrange(1, 100)))
         received = [*received, *link.receive()]
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE_S
     while link.strangers < 10_000 and time.monotonic() < until:
         received = [*received, *link.receive(0.05)]
     assert received == []
@@ -294,7 +302,7 @@ def test_a_message_larger_than_any_frame_is_dropped_with_its_sender(monkeypatch:
     link = ZmqLeaderLink(gate, server, {1: (1,)}, watched=False)
     good = ZmqFollowerLink(endpoint, 1, node, gate.keys.public, 0.0, watched=False)
     good.send(b"x" * 1000)
-    assert link.receive(5.0) == [(1, b"x" * 1000)]
+    assert link.receive(PATIENCE_S) == [(1, b"x" * 1000)]
     good.send(b"x" * 1100)
     assert link.receive(0.2) == []
     received: Sequence[tuple[int, object]] = []
@@ -314,21 +322,21 @@ def test_a_watched_connection_that_breaks_is_noticed_on_both_ends(monkeypatch: p
     link = ZmqLeaderLink(gate, server, {1: (1, 2)}, watched=True)
     follower = ZmqFollowerLink(endpoint, 1, node, gate.keys.public, 0.0, watched=True)
     follower.send(b"a")
-    assert link.receive(5.0) == [(1, b"a")]
+    assert link.receive(PATIENCE_S) == [(1, b"a")]
     link.send(2, b"for a rank behind it")
-    assert follower.receive(5.0) == b"for a rank behind it"
+    assert follower.receive(PATIENCE_S) == b"for a rank behind it"
     follower.close()
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE_S
     heard: Sequence[tuple[int, object]] = []
     while not heard and time.monotonic() < until:
         heard = link.receive(0.05)
     assert heard == [(1, None)]
     again = ZmqFollowerLink(endpoint, 1, node, gate.keys.public, 0.0, watched=True)
     again.send(b"b")
-    assert link.receive(5.0) == [(1, b"b")]
+    assert link.receive(PATIENCE_S) == [(1, b"b")]
     link.close()
     with pytest.raises(EOFError):
-        again.receive(5.0)
+        again.receive(PATIENCE_S)
     again.close()
 
 
@@ -389,7 +397,7 @@ def test_a_rank_that_ends_before_the_agreed_stop_reaches_it_is_named(place: Path
     def body(plane: ControlPlane) -> None:
         if plane.rank == 1:
             plane.exchange(0, 0)
-            leader_is_done.wait(20)
+            leader_is_done.wait(PATIENCE_S)
             raise MemoryError("no room")
         take_turns(plane, [b""], lambda step: 0)
         leader_is_done.set()

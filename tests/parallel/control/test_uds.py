@@ -26,7 +26,7 @@ from parallel.control.transport.uds import (
 )
 from parallel.control.transport.uds_links import UdsFollowerLink, UdsLeaderLink
 from parallel.control.wire.frames import HEADER_SIZE, MAX_PAYLOAD, Codec, Kind
-from tests.parallel.control.ranks import short_folder
+from tests.parallel.control.ranks import PATIENCE_S, short_folder
 
 CODEC = Codec(1, 0, 4)
 
@@ -126,7 +126,7 @@ def test_sockets_of_other_jobs_that_were_killed_are_cleaned_away(
 def test_another_user_is_turned_away_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "private" / "socket"
     with listen(path) as listener:
-        stranger = connect(path, time.monotonic() + 5)
+        stranger = connect(path, time.monotonic() + PATIENCE_S)
         assert uds.peer_uid(stranger.socket) == os.geteuid()
         monkeypatch.setattr(uds, "peer_uid", lambda connection: os.geteuid() + 1)
         assert accept(listener) is None
@@ -134,7 +134,7 @@ def test_another_user_is_turned_away_on_both_sides(tmp_path: Path, monkeypatch: 
             stranger.receive()
         stranger.close()
         with pytest.raises(SocketPlaceError, match=r"belongs to user .* refused"):
-            connect(path, time.monotonic() + 5)
+            connect(path, time.monotonic() + PATIENCE_S)
 
 
 def test_connecting_to_nobody_ends_with_the_path(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.runtime.daemon.listener import Listener, is_refusal
 from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
 from tests.runtime.schedule.fake_device import VOCABULARY, complete_alone
 
-EXAMPLES, MORE = 1000, 10_000
+EXAMPLES, MORE = 500, 10_000
 STEPS = 14
 PLACES = 4
 LONGEST = 40

@@ -27,7 +27,7 @@ from tests.runtime.daemon.scripted import ScriptedEngine
 from tests.runtime.schedule.fake_device import complete_alone
 
 IDS = (1, 2, 3)
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def alone(engine_id: int, prompt: tuple[int, ...], tokens: int) -> list[int]:

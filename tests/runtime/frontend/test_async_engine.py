@@ -24,7 +24,7 @@ from tests.launch.generate.fake_engine import FakeEngine
 from tests.runtime.engine.rig import rig
 from tests.runtime.frontend import small_tokenizers
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class SlowEngine(FakeEngine):

@@ -21,7 +21,7 @@ from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import Driver, ending_by_stop
 from tests.runtime.schedule.session_fuzz import SessionHang, WrongSession, check_seed, make_story, tell
 
-SEEDS = 1200
+SEEDS = 600
 LONG_SEEDS = 40_000
 
 

@@ -38,7 +38,7 @@ def test_golden_tokens_at_the_recorded_acceptance(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", TREE_SIZES)
+@pytest.mark.parametrize("method", ["mtp", pytest.param("dflash", marks=pytest.mark.long)])
 def test_a_tree_keeps_more_than_a_chain_of_its_depth(method: str) -> None:
     finished, counters = serve(method, tree_size=TREE_SIZES[method])
     assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]
@@ -61,7 +61,7 @@ def check_hybrid_tokens(finished: dict[int, Finished]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
     """Three gated delta nets to a layer of attention, whose state takes in what is kept of a window and no more."""
     finished, counters = serve("mtp", depth, folder=HYBRID)

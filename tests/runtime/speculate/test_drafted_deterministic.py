@@ -29,6 +29,7 @@ from tests.runtime.engine.same_bits import Answers, answers, difference, plainly
 from tests.runtime.speculate.recorded import SHAPE
 from tests.runtime.speculate.test_drafted import people
 from tests.runtime.speculate.test_drafted_lives import drafter_of
+from tests.selection import covering
 
 WIDTH = 4
 TREE = 7
@@ -56,10 +57,10 @@ def proposer_of(kind: str, tree: int, folder: Path) -> MakeProposer:
     return drafter_of(kind, WIDTH, folder, top_k=3 if tree else 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "tree"), KINDS)
-def test_real_guesses_change_no_bit(kind: str, tree: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_kind", "dtype"), covering(KINDS, (torch.float32, torch.bfloat16), at_once=1), ids=str)
+def test_real_guesses_change_no_bit(of_kind: tuple[str, int], dtype: torch.dtype, tmp_path: Path) -> None:
     """Two rows of four requests, so that later prompts come in chunks beside windows."""
+    kind, tree = of_kind
     seen = Life()
     how: dict[str, Any] = {"proposer": proposer_of(kind, tree, tmp_path), "tree": tree, "observe": Launches(seen)}
     how |= {

@@ -71,27 +71,32 @@ def lived(kind: str, width: int, depth: int, seed: int, folder: Path, *, tree: b
     return life, alone
 
 
-FULL = (
+FULL = (  # every kind as a chain and as a tree, every width and depth
     ("mtp", 4, 0, 46, False),
-    ("mtp", 32, 3, 46, False),
     ("dflash", 16, 1, 109, False),
-    ("dflash", 32, 3, 46, False),
     ("eagle3", 16, 4, 109, False),
+    ("own mtp", 32, 3, 46, False),
+    ("mtp", 8, 2, 109, True),
+    ("dflash", 16, 2, 46, True),
+    ("eagle3", 4, 4, 46, True),
+    ("own mtp", 4, 2, 109, True),
+)
+MORE = (
+    ("mtp", 32, 3, 46, False),
+    ("dflash", 32, 3, 46, False),
     ("mtp", 16, 4, 109, False),
     ("eagle3", 32, 2, 46, False),
     ("own mtp", 16, 2, 109, False),
-    ("own mtp", 32, 3, 46, False),
-    ("mtp", 8, 2, 109, True),
     ("dflash", 16, 3, 109, True),
-    ("eagle3", 4, 4, 46, True),
     ("mtp", 8, 2, 46, True),
-    ("dflash", 16, 2, 46, True),
-    ("own mtp", 4, 2, 109, True),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "width", "depth", "seed", "tree"), FULL)
+@pytest.mark.parametrize(
+    ("kind", "width", "depth", "seed", "tree"),
+    [*FULL, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
+)
 def test_lives_that_hold_everything(kind: str, width: int, depth: int, seed: int, tree: bool, tmp_path: Path) -> None:
     """Evictions, pauses, cancels or stop strings, echoed prompts, in one life; of seed 46 also windows or trees beside
     chunks."""

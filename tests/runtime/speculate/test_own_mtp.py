@@ -29,9 +29,9 @@ from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.speculate.recorded import FOUR_HEADS, OwnLayer, Recorder, check_rounds
 from tests.runtime.speculate.test_drafted import check_gains_in_float32, people, prompt, sequences
+from tests.selection import covering
 
 HYBRIDS = {**FAMILIES, "nemotron-h": NEMOTRON}
-FAMILY = pytest.mark.parametrize("family", HYBRIDS)
 
 
 def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how: Any) -> Life:
@@ -49,8 +49,7 @@ def drafted(drafter: OwnLayer, width: int, *, depth: int, count: int = 5, **how:
     return life
 
 
-@FAMILY
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("family", "depth"), covering([*HYBRIDS], (0, 2), at_once=1))
 def test_rounds_guess_what_the_oracle_does(family: str, depth: int, tmp_path: Path) -> None:
     """Prompts in chunks of 8 tokens, rows that come and go, blocks of 4 tokens."""
     drafter = OwnLayer(HYBRIDS[family], tmp_path)

@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self.asked.append({"path": self.path, **body})
         self.connections.add(id(self.connection))
         if self.held is not None:
-            self.held.wait(30)
+            self.held.wait(300)
         if body["prompt"][0] in self.refused:
             self._whole(400, {"error": {"message": "not this one"}})
             return
@@ -120,7 +120,7 @@ def test_a_request_that_waits_survives_garbage_collection(monkeypatch: pytest.Mo
         time.sleep(0.02)  # until the client's thread waits for the head
         gc.collect()
         held.set()
-        assert done.wait(30), "the task was collected"
+        assert done.wait(300), "the task was collected"
     assert (answer.error, answer.tokens, answer.reason) == ("", 2, "length")
 
 
