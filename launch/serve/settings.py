@@ -22,7 +22,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     does not say; ``max_tokens`` the same for that one, None for the OpenAI API's.
 
     ``index`` of ``processes``: which API process this is. ``metrics``: descriptors of memory where they leave their
-    counts, one for each. ``version``: Lockstride's. ``retry_after``: seconds that a refused client is told to wait.
+    counts, one for each. ``version``: Lockstride's. ``retry_after``: seconds that a refused client is asked to wait.
     """
 
     model: str

@@ -135,7 +135,7 @@ def _answer_of(frame: Frame) -> dict[str, Any]:
 
 class _Session:
     """What both kinds of sessions know. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE.
-    ``parent``: of a fork, which runs only when it is told to, and whose answer is complete where its parent's is."""
+    ``parent``: of a fork, which runs only when a verb starts it, and whose answer is complete where its parent's is."""
 
     def __init__(
         self, desk: _Desk, request: int, quantum: int, answer: dict[str, Any], parent: _Session | None = None

@@ -500,7 +500,7 @@ class Executor:
 
     def _all_hold(self, trials: Sequence[Trial], rows: Sequence[int]) -> bool:
         """Whether every rank can run ``trials``, one over each number of ``rows``, ascending, where graphs hold as much
-        for themselves as a trial takes, beside it or the largest step.
+        for themselves as a trial takes, in addition to it or to the largest step.
 
         Agreed after each, by what the last one will take: a rank out of memory inside a trial would leave out exchanges
         that the others wait in.

@@ -8,7 +8,7 @@ Does not know: HTTP, text, tokenizers (all in the API processes), how processes 
     the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
 
 An API process that dies, hangs, breaks the protocol or takes nothing any more loses its connection: its requests are
-cancelled on all ranks, and whoever starts API processes is asked for another one.
+cancelled on all ranks, and the starter of API processes is asked for another one.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from launch.ranks.signals import Interrupts, notes_sigterm, raises_on_sigterm
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a run of the tests under nohup ignores it
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
