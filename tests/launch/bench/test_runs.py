@@ -144,6 +144,7 @@ def test_too_few_requests_saturate_nothing() -> None:
     assert saturation(trace, 4).refused == "4 requests never wait for one of 4 rows: type --num-prompts 16"
 
 
+@pytest.mark.slow
 def test_rows_that_memory_keeps_empty_saturate_nothing() -> None:
     prompts = random_prompts(12, 10, 30, VOCABULARY, seed=2)
     with rig(rows=4, blocks=10, max_model_len=64) as engine:

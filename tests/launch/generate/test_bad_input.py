@@ -10,6 +10,7 @@ from tests.launch.api import bad_lines
 from tests.launch.generate import bad_input
 
 
+@pytest.mark.slow
 def test_bad_lines_get_one_row_each_and_change_no_token_of_the_others(tmp_path: Path) -> None:
     contained = bad_input.check(tmp_path, generated=2000, good=24)
     assert len(bad_lines.HAND_WRITTEN) >= 200
