@@ -57,7 +57,7 @@ class FollowerPlane(Closing):
         return self.machine.state is FollowerState.DIVERGED
 
     def explain_with(self, recent: Recent) -> None:
-        self.machine.explain_with(recent)
+        self.machine.recent = recent
 
     def agree_horizon(self, choose: Callable[[float], int]) -> int:
         took = sorted(self._round_trip(b"") for _ in range(ROUND_TRIPS))

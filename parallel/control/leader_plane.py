@@ -60,7 +60,7 @@ class LeaderPlane(Closing):
         return self.machine.pending or self.machine.inbox.has_messages()
 
     def explain_with(self, recent: Recent) -> None:
-        self.machine.explain_with(recent)
+        self.machine.recent = recent
 
     def agree_horizon(self, choose: Callable[[float], int]) -> int:
         """Every follower sends itself messages through us, one after the other, and then the median of their times."""

@@ -7,7 +7,7 @@ It is a pure state machine: the same events and results in the same order give t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
@@ -32,7 +32,6 @@ from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.sessions import Sessions
 from runtime.schedule.states import State
-from runtime.schedule.steady_rows import SteadyRows
 
 __all__ = ["Scheduler"]
 
@@ -346,3 +345,36 @@ class Scheduler:
         """Its first token since its admission, or enough of them for a full block; nothing for a chunk in between."""
         if plan.draws(row):
             self.resources.gained(sequence)
+
+
+class SteadyRows:
+    """``land`` for consecutive steps of ``rows``, all live and continuing; discarded after any other landing.
+
+    ``gained`` is called for a row whose ``publish_at`` is passed, in the order of rows. Rows are checked only when that
+    may be so: with 256 rows a check in each step, and finding each row's tokens, would be half of the landing.
+    """
+
+    def __init__(self, rows: tuple[SequenceState, ...], gained: Callable[[SequenceState], None]) -> None:
+        self.rows = rows
+        self._gained = gained
+        self._appends = [sequence.tokens.append for sequence in rows]
+        self._landings = 0
+        self._due: dict[int, list[int]] = {}  # by landing, the rows to look at then
+        for row in range(len(rows)):
+            self._look_again(row)
+
+    def land(self, tokens: Sequence[int]) -> None:
+        """Append one token to each row."""
+        for append, token in zip(self._appends, tokens, strict=True):
+            append(token)
+        self._landings += 1
+        for row in sorted(self._due.pop(self._landings, ())):
+            sequence = self.rows[row]
+            if len(sequence.tokens) > sequence.publish_at:
+                self._gained(sequence)
+            self._look_again(row)
+
+    def _look_again(self, row: int) -> None:
+        sequence = self.rows[row]
+        landings = max(1, sequence.publish_at + 1 - len(sequence.tokens))
+        self._due.setdefault(self._landings + landings, []).append(row)

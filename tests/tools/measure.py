@@ -47,9 +47,8 @@ AREAS = {
         models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/kernels/deterministic
         models/kernels/attention/invariant models/kernels/matmul/invariant models/kernels/attention/decode_window
         models/kernels/attention/window models/batch_invariance parallel/comm/ep_exchange
-        parallel/comm/symmetric_exchange parallel/comm/ordered_all_reduce parallel/control/protocol/group_digests
-        parallel/control/protocol/max_rounds parallel/control/protocol/leader_max models/families/qwen3_next
-        models/families/qwen3_5 models/families/nemotron_h models/block_pattern""",
+        parallel/comm/symmetric_exchange parallel/comm/ordered_all_reduce parallel/control/protocol/max_rounds
+        models/families/qwen3_next models/families/qwen3_5 models/families/nemotron_h models/block_pattern""",
 }
 # Words for which the field has others: "draft token" instead of "guess". Only words that rarely mean anything else.
 DIALECT = r"""nobody|anybody|somebody|whoever|told|tells|tell|hears?|heard|guess(?:es|ed|ing)?|rows? that decodes?

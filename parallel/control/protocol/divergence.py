@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from parallel.control.errors import Cause, Verdict
-from parallel.control.protocol.group_digests import GroupDigests
 from parallel.control.wire.frames import DecisionSummary
 
 # (number, step, kind, decision, digest after it), as runtime/schedule/digest.py's Decision
@@ -31,7 +30,7 @@ _Said = TypeVar("_Said")
 def odd_one(reference: int, said: Mapping[int, _Said], size: int) -> int:
     """The rank to blame when ranks of a group of ``size`` differ; ``said`` includes the reference.
 
-    The first rank that differs from the reference, or the reference itself where a majority of the group agree against
+    The first rank that differs from the reference, or the reference itself if a majority of the group agree against
     it.
     """
     against = {rank: what for rank, what in sorted(said.items()) if what != said[reference]}
@@ -42,38 +41,53 @@ def odd_one(reference: int, said: Mapping[int, _Said], size: int) -> int:
 
 @dataclass(slots=True)
 class Divergence:
-    """A divergence of ``group`` in ``step``, known ``since`` a time in seconds, and the decisions that ranks sent."""
+    """A divergence of the group ``ranks`` in ``step``, known ``since`` a time in seconds.
 
-    group: GroupDigests
+    ``digests``: of ``step``, by rank; later ones are added. ``explained``: the decisions that ranks sent.
+    """
+
+    ranks: range
     step: int
     since: float
+    digests: Mapping[int, int]
     explained: dict[int, tuple[DecisionSummary, ...]] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> int:
+        """The rank that all others are compared with: the group's first."""
+        return self.ranks[0]
 
     @property
     def digest(self) -> int:
         """The reference's digest."""
-        digest = self.group.at(self.group.reference, self.step)
-        assert digest is not None
-        return digest
+        return self.digests[self.reference]
+
+    def votes(self, reached: Mapping[int, int]) -> dict[int, int]:
+        """The other ranks' digests, in rank order. ``reached``: the step of each rank.
+
+        A rank past this step whose digest is unknown agreed in it: its acknowledgement would have differed otherwise.
+        """
+        voted = (rank for rank in self.ranks[1:] if rank in self.digests or reached[rank] >= self.step)
+        return {rank: self.digests.get(rank, self.digest) for rank in voted}
 
     def odd(self, reached: Mapping[int, int]) -> int:
         """The first rank that differs from the reference."""
-        return next(r for r, digest in self.group.votes(self.step, reached).items() if digest != self.digest)
+        return next(rank for rank, digest in self.votes(reached).items() if digest != self.digest)
 
     def waits(self, reached: Mapping[int, int], gone: Collection[int]) -> bool:
         """Whether a connected rank's digest is missing, or one of the two sides has not sent its decisions."""
-        sides = {self.odd(reached), self.group.reference} - self.explained.keys()
-        silent = set(self.group.ranks[1:]) - self.group.votes(self.step, reached).keys()
+        sides = {self.odd(reached), self.reference} - self.explained.keys()
+        silent = set(self.ranks[1:]) - self.votes(reached).keys()
         return not (sides | silent) <= set(gone)
 
     def verdict(self, reached: Mapping[int, int], groups: int) -> Verdict:
-        ours, votes, reference = self.digest, self.group.votes(self.step, reached), self.group.reference
+        ours, votes, reference = self.digest, self.votes(reached), self.reference
         rank = self.odd(reached)
-        culprit = odd_one(reference, {reference: ours, **votes}, len(self.group.ranks))
+        culprit = odd_one(reference, {reference: ours, **votes}, len(self.ranks))
         agreeing = [r for r, digest in votes.items() if digest == ours]
         against = [r for r, digest in votes.items() if digest != ours]
         difference = first_difference(reference, self.explained.get(reference), rank, self.explained.get(rank))
-        who = "ranks" if groups == 1 else f"ranks of group {self.group.number}"
+        who = "ranks" if groups == 1 else f"ranks of group {reference // len(self.ranks)}"
         text = (
             f"{who} disagree at step {self.step}: rank {rank} has digest {votes[rank]:#018x}, rank {reference} has "
             f"{ours:#018x} (with it: {agreeing or 'nobody'}; against it: {against}). "

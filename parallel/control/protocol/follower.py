@@ -13,15 +13,8 @@ from parallel.control.errors import Cause, FrameError, Verdict
 from parallel.control.protocol.divergence import Recent, nothing, summaries
 from parallel.control.protocol.max_rounds import Proposed, checked
 from parallel.control.protocol.reliable_messages import ReliableSender
-from parallel.control.protocol.states import (
-    FOLLOWER_TABLE,
-    FollowerInput,
-    FollowerState,
-    Limits,
-    following,
-)
-from parallel.control.wire.frame_template import FrameTemplate
-from parallel.control.wire.frames import STOP, Codec, Decisions, Frame, Kind, Numbers
+from parallel.control.protocol.states import FOLLOWER_TABLE, FollowerInput, FollowerState, Limits, following
+from parallel.control.wire.frames import STOP, Codec, Decisions, Frame, FrameTemplate, Kind, Numbers
 
 # Names, since a member of an Enum costs as much as a call to look up (Python 3.11), and a turn takes ten of them.
 _WAITING = FollowerState.WAITING
@@ -39,7 +32,8 @@ class Follower:
     one agreed on, None while this rank has proposed and the leader has not answered. ``groups``: runs of world / groups
     ranks that plan alike; a follower compares digests with the leader if both are of one group. ``verdict`` is set once
     agreement has ended: the leader's, or this rank's own when the leader is silent or gone. ``ignored`` counts records
-    that came twice or for a turn that is over. Raises ValueError for a negative horizon.
+    that came twice or for a turn that is over. ``recent`` returns this rank's last decisions, for the report of a
+    divergence. Raises ValueError for a negative horizon.
     """
 
     def __init__(
@@ -81,10 +75,6 @@ class Follower:
         self._asked = 0.0
 
     # ---- the engine's side ----
-
-    def explain_with(self, recent: Recent) -> None:
-        """``recent`` returns this rank's last decisions, for the report of a divergence."""
-        self.recent = recent
 
     def turn(self, step: int, digest: int, now: float) -> None:
         """Begins turn ``step`` and acknowledges it. ``effect`` is set now, or when the record is received."""

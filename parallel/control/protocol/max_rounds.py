@@ -40,48 +40,49 @@ class Round:
 
 
 class MaxRounds:
-    """All ranks' proposals, for as many steps as ranks are ahead. Groups are runs of ``size`` ranks."""
+    """All ranks' proposals. Groups are runs of ``size`` ranks.
+
+    ``by_step``: the steps without a maximum for which a rank has proposed; more than one when ranks are ahead.
+    """
 
     def __init__(self, world: int, size: int) -> None:
         self.world = world
         self.size = size
-        self._rounds: dict[int, Round] = {}
+        self.by_step: dict[int, Round] = {}
 
     def add(self, rank: int, step: int, numbers: Proposed, now: float) -> None:
         """Adds a proposal. It may come again; raises FrameError when it differs from the first."""
-        found = self._rounds.get(step)
+        found = self.by_step.get(step)
         if found is None:
-            found = self._rounds[step] = Round()
+            found = self.by_step[step] = Round()
         if found.by_rank.setdefault(rank, numbers) != numbers:
             raise FrameError("step", f"rank {rank} proposes {numbers} at step {step}, and {found.by_rank[rank]} before")
         of_group = found.by_group.setdefault(rank // self.size, numbers)
-        of_anybody = next(iter(found.by_group.values()))
-        if found.contradicted is None and (numbers != of_group or len(numbers) != len(of_anybody)):
+        first = next(iter(found.by_group.values()))
+        if found.contradicted is None and (numbers != of_group or len(numbers) != len(first)):
             found.contradicted = now
 
     def maximum(self, step: int) -> Proposed | None:
         """The elementwise maximum, which ends the round; None until all ranks have made matching proposals."""
-        found = self._rounds[step]
+        found = self.by_step[step]
         if len(found.by_rank) < self.world or found.contradicted is not None:
             return None
-        del self._rounds[step]
+        del self.by_step[step]
         return tuple(map(max, zip(*found.by_group.values(), strict=True)))
 
     def missing(self, step: int) -> tuple[int, ...]:
         """The ranks that have not proposed for ``step``."""
-        found = self._rounds[step].by_rank
+        found = self.by_step[step].by_rank
         return tuple(rank for rank in range(self.world) if rank not in found)
 
-    def left_open(self, step: int) -> tuple[int, int]:
-        """(rank, step) of a proposal for the earliest step without a maximum; (-1, ``step``) where there is none."""
-        if not self._rounds:
-            return -1, step
-        earliest = min(self._rounds)
-        return next(iter(self._rounds[earliest].by_rank)), earliest
+    def left_open(self) -> tuple[int, int]:
+        """(rank, step) of a proposal for the earliest step of ``by_step``, which is not empty."""
+        earliest = min(self.by_step)
+        return next(iter(self.by_step[earliest].by_rank)), earliest
 
     def contradiction(self, now: float, patience: float) -> Verdict | None:
         """The verdict on a contradiction, once all ranks concerned have proposed or after ``patience`` seconds."""
-        for step, found in self._rounds.items():
+        for step, found in self.by_step.items():
             if found.contradicted is not None:
                 return self._verdict(step, found, patient=now - found.contradicted < patience)
         return None
@@ -108,7 +109,7 @@ def _disagree(who: str, step: int, culprit: int, said: dict[int, Proposed]) -> V
 
 
 def one_sided(proposes: int, other: int, culprit: int, step: int) -> Verdict:
-    """The verdict where a rank proposes numbers for a step and another goes on without."""
+    """The verdict if a rank proposes numbers for a step that another has left without proposing."""
     text = (
         f"ranks disagree at step {step}: rank {proposes} proposes numbers for it, rank {other} goes on to step "
         f"{step + 1} without. Rank {culprit} is the odd one"

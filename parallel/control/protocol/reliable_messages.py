@@ -1,23 +1,24 @@
 """Reliable messages from a follower to the leader's engine: in order, none lost, and sending never waits.
 
-Knows: message numbers, the send window, resends, and the bounds of every buffer. Two pure machines.
-Does not know: what the bytes mean, frames (frames.py), sockets.
+Knows: message numbers, the send window, resends, acknowledgements, and the bounds of every buffer. All are pure.
+Does not know: what the bytes mean, when a frame is sent (follower.py, leader.py), sockets.
 
 The sender numbers each message and keeps it until the leader acknowledges that its engine took it. At most one window
-of messages is in flight, so the leader buffers at most a window a rank, however long its engine does not look. The
-sender buffers the rest, which is what an engine sends in the few turns it can take without the leader. Above MAX_KEPT
-bytes it refuses: an engine that sends, and a leader that never takes, is a bug.
+of messages is in flight, so the leader buffers at most a window a rank, however rarely its engine takes them. The
+sender buffers the rest: what an engine sends in the few turns it can take without the leader. Above MAX_KEPT bytes it
+refuses: an engine that sends to a leader that never takes is a bug.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from parallel.control.errors import FrameError
-from parallel.control.wire.frames import MAX_PAYLOAD
+from parallel.control.wire.frames import MAX_PAYLOAD, Codec, Kind
 
 WINDOW = 256  # messages in flight: sent and not acknowledged
-WINDOW_BYTES = 4 << 20  # bytes in flight; a single larger message is let through
+WINDOW_BYTES = 4 << 20  # bytes in flight; a single larger message may pass
 MAX_KEPT = 8 * MAX_PAYLOAD  # bytes that a sender buffers
 _MAX_BACKOFF = 16  # resend times; the longest pause between two resends
 
@@ -132,3 +133,48 @@ class ReliableReceiver:
             self.taken += 1
             found.append(payload)
         return found
+
+
+class Inbox:
+    """Messages to the engine of the leader, rank ``rank``: from the followers ``ranks`` and from itself.
+
+    Acknowledgements go into ``outbox`` as (rank, frame).
+    """
+
+    def __init__(self, codec: Codec, rank: int, ranks: Iterable[int], outbox: deque[tuple[int, bytes]]) -> None:
+        self.rank = rank
+        self._codec = codec
+        self._outbox = outbox
+        self._receivers = {follower: ReliableReceiver(follower) for follower in ranks}
+        self._own: list[bytes] = []
+
+    def post(self, payload: bytes) -> None:
+        """A message of this rank to itself. Raises ValueError above MAX_PAYLOAD bytes."""
+        refuse_oversized(payload)
+        self._own.append(payload)
+
+    def receive(self, rank: int, number: int, payload: bytes) -> bool:
+        """A follower's message ``number``; whether it is new. Raises FrameError when it lies beyond the window."""
+        receiver = self._receivers[rank]
+        new = receiver.receive(number, payload)
+        if not new and number < receiver.taken:  # its acknowledgement was lost
+            self._acknowledge(receiver)
+        return new
+
+    def has_messages(self) -> bool:
+        """Whether ``take`` has something to return."""
+        return bool(self._own) or any(receiver.waiting for receiver in self._receivers.values())
+
+    def take(self) -> list[tuple[int, bytes]]:
+        """(rank, payload) of all messages since the last call, each rank's in its order; acknowledges them."""
+        found = [(self.rank, payload) for payload in self._own]
+        self._own.clear()
+        for rank, receiver in self._receivers.items():
+            if receiver.waiting:
+                found += [(rank, payload) for payload in receiver.take()]
+                self._acknowledge(receiver)
+        return found
+
+    def _acknowledge(self, receiver: ReliableReceiver) -> None:
+        frame = self._codec.encode(Kind.MESSAGE_ACK, receiver.rank, receiver.taken)
+        self._outbox.append((receiver.rank, frame))

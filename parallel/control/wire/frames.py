@@ -31,17 +31,17 @@ STOP = 1  # flag of a RECORD: the turn in which it takes effect is the last one
 CLOCK_REPLY = 1  # flag of a PROBE: the leader's answer
 
 _HEADER = struct.Struct("<4sBBHQIHHQQI")  # everything before the CRC
-CRC = struct.Struct("<I")
+_CRC = struct.Struct("<I")
 _HEADER_AND_CRC = struct.Struct(_HEADER.format + "I")
 _CRC_AT = _HEADER.size
-HEADER_SIZE = _CRC_AT + CRC.size
+HEADER_SIZE = _CRC_AT + _CRC.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 # The prefix, all before the step, is the same in every frame of a kind between two ranks: it is validated once and
 # remembered, with its CRC, from which the frame's CRC continues.
 _PREFIX = struct.Struct("<4sBBHQIHH")
-AFTER_PREFIX = struct.Struct("<QQI")  # step, digest, length
-STEP_AT = _PREFIX.size
-_PREFIX_AND_REST = struct.Struct(f"<{STEP_AT}sQQII")
+_AFTER_PREFIX = struct.Struct("<QQI")  # step, digest, length
+_STEP_AT = _PREFIX.size
+_PREFIX_AND_REST = struct.Struct(f"<{_STEP_AT}sQQII")
 _MAX_PREFIXES = 4096  # remembered, of some 300 bytes each
 
 
@@ -167,12 +167,14 @@ _FLAGS = {Kind.RECORD: STOP, Kind.PROBE: CLOCK_REPLY}
 # A validated prefix: the CRC so far, the largest payload, kind, flags, rank, horizon, and the decoder of the body.
 _Prefix = tuple[int, int, Kind, int, int, int, msgspec.msgpack.Decoder[Body] | None]
 _BODY_ENCODER = msgspec.msgpack.Encoder()
+# Of FrameTemplate: names of a module are looked up in half the time of attributes.
+_pack, _seal, _join = _AFTER_PREFIX.pack, _CRC.pack, b"".join
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """A decoded frame. ``rank``: a follower's frames carry its own, the leader's the receiver's or EVERYONE.
 
-    ``payload`` is meant for RECORD and TELL only, ``body`` for the kinds that have one; the other is empty.
+    ``payload`` is meant for RECORD and MESSAGE only, ``body`` for the kinds that have one; the other is empty.
     A msgspec Struct, as one is made for each received frame and nothing is made faster; gc=False as it has no cycles.
     """
 
@@ -231,7 +233,7 @@ class Codec:
                 f"control plane: {kind.name} with rank {rank}, step {step}, horizon {horizon}, digest {digest} "
                 f"does not fit the header: {error}"
             ) from error
-        return head + CRC.pack(crc32(payload, crc32(head))) + payload
+        return head + _CRC.pack(crc32(payload, crc32(head))) + payload
 
     def decode(self, data: bytes) -> Frame:
         """The frame that ``data`` is, whole. Raises FrameError naming the part at fault, and looks no further."""
@@ -244,7 +246,7 @@ class Codec:
             known is None
             or length != len(payload)
             or length > known[1]
-            or crc != crc32(payload, crc32(data[STEP_AT:_CRC_AT], known[0]))
+            or crc != crc32(payload, crc32(data[_STEP_AT:_CRC_AT], known[0]))
         ):
             known = self._validate(data, prefix)
         _, _, kind, flags, rank, horizon, decoder = known
@@ -289,6 +291,34 @@ class Codec:
         if len(self._prefixes) < _MAX_PREFIXES:
             self._prefixes[prefix] = found
         return found
+
+
+class FrameTemplate:
+    """Encodes frames of one kind for (or from) ``rank`` in half the time of ``Codec.encode``, with the same bytes.
+
+    Step, digest and payload change from frame to frame; the rest is encoded once.
+    """
+
+    __slots__ = ("_codec", "_crc", "_horizon", "_kind", "_prefix", "_rank")
+
+    def __init__(self, codec: Codec, kind: Kind, rank: int, horizon: int = 0) -> None:
+        self._codec = codec
+        self._kind = kind
+        self._rank = rank
+        self._horizon = horizon
+        self._prefix = codec.encode(kind, rank, horizon=horizon)[:_STEP_AT]
+        self._crc = crc32(self._prefix)
+
+    def fill(self, step: int, digest: int, payload: bytes = b"") -> bytes:
+        """The frame's bytes. Raises ValueError as ``Codec.encode`` does."""
+        size = len(payload)
+        try:
+            middle = _pack(step, digest, size)
+        except struct.error:
+            size = MAX_PAYLOAD + 1
+        if size > MAX_PAYLOAD:  # for its error message
+            return self._codec.encode(self._kind, self._rank, step, digest, horizon=self._horizon, payload=payload)
+        return _join((self._prefix, middle, _seal(crc32(payload, crc32(middle, self._crc))), payload))
 
 
 def announced_size(packet: bytes | memoryview) -> int:

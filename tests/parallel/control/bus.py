@@ -22,6 +22,16 @@ from runtime.schedule.digest import RollingDigest
 PROPOSES = (LeaderState.RUNNING, LeaderState.STOPPED, FollowerState.PLANNING, FollowerState.STOPPED)
 
 
+class OneCallLeader(Leader):
+    """A leader that sends nothing between the two halves of a turn: the record goes into ``outbox``."""
+
+    def turn(self, step: int, digest: int, payload: bytes, now: float) -> bytes:
+        effect, record = self.begin(step, digest, payload)
+        self.outbox.append((EVERYONE, record))
+        self.look_back(digest, payload, record, now)
+        return effect
+
+
 @dataclass(frozen=True)
 class Faults:
     """Chances per frame, and the longest delay in seconds. ``ordered`` is what a socket promises and a bus need not."""
@@ -42,7 +52,7 @@ class Rank:
 
     rank: int
     group: int
-    machine: Leader | Follower
+    machine: OneCallLeader | Follower
     skew: float
     digest: RollingDigest = field(default_factory=lambda: RollingDigest(keep=64))
     effects: list[bytes] = field(default_factory=list)
@@ -97,13 +107,13 @@ class Job:
         self.now = 0.0
         self.codec = Codec(seed & 0xFFFF_FFFF, 0, world)
         self.limits = limits or Limits(deadline=4.0, resend=0.2, divergence=1.0, start=4.0)
-        self.leader = Leader(self.codec, horizon, self.limits, groups=groups)
+        self.leader = OneCallLeader(self.codec, horizon, self.limits, groups=groups)
         self.ranks = [Rank(0, 0, self.leader, self._skew())]
         for number in range(1, world):
             follower = Follower(self.codec, number, horizon, self.limits, groups=groups)
             self.ranks.append(Rank(number, number * groups // world, follower, self._skew()))
         for rank in self.ranks:
-            rank.machine.explain_with(rank.digest.recent)
+            rank.machine.recent = rank.digest.recent
         self.submitted: list[bytes] = []
         self.told: dict[int, list[bytes]] = {rank: [] for rank in range(world)}
         self.mangled = 0
@@ -123,7 +133,7 @@ class Job:
         machine, now = rank.machine, self.now + rank.skew
         step = machine.step + 1
         rank.in_turn, rank.decided = True, False
-        if isinstance(machine, Leader):
+        if isinstance(machine, OneCallLeader):
             effect = machine.turn(step, rank.digest.value, payload, now)
             self.submitted.append(payload)
             self.take_told()
@@ -154,7 +164,7 @@ class Job:
     def _tell(self, rank: Rank) -> None:
         payload = b"%d of rank %d" % (rank.tells, rank.rank)
         rank.tells += 1
-        if isinstance(rank.machine, Leader):
+        if isinstance(rank.machine, OneCallLeader):
             rank.machine.inbox.post(payload)
         else:
             rank.machine.send_message(payload, self.now + rank.skew)
@@ -193,7 +203,7 @@ class Job:
             rank.machine.outbox.clear()
             return
         machine = rank.machine
-        if isinstance(machine, Leader):
+        if isinstance(machine, OneCallLeader):
             while machine.outbox:
                 to, frame = machine.outbox.popleft()
                 for receiver in range(1, self.world) if to == EVERYONE else (to,):

@@ -6,29 +6,28 @@ import pytest
 
 from parallel.control.errors import Cause, Disagreement, MissedDeadline, Verdict
 from parallel.control.protocol.follower import Follower
-from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.max_rounds import MaxRounds
 from parallel.control.protocol.states import FollowerInput, FollowerState, LeaderState, Limits
 from parallel.control.wire.frames import EVERYONE, MAX_NUMBER, MAX_NUMBERS, Codec, Frame, Kind, Numbers
-from tests.parallel.control.bus import Faults, Job
+from tests.parallel.control.bus import Faults, Job, OneCallLeader
 from tests.parallel.control.test_agreement import AGREED_STEPS, HARD, LOSSLESS, in_lockstep, run
 
 CODEC = Codec(1, 0, 4)
 LIMITS = Limits(deadline=8.0, resend=1.0, divergence=2.0, start=60.0)
 
 
-def leader(groups: int = 2) -> Leader:
+def leader(groups: int = 2) -> OneCallLeader:
     """Rank 0 of four, in turn 0."""
-    lead = Leader(CODEC, 1, LIMITS, groups=groups)
+    lead = OneCallLeader(CODEC, 1, LIMITS, groups=groups)
     lead.turn(0, 0, b"", 0.0)
     return lead
 
 
-def acknowledges(lead: Leader, rank: int, step: int, now: float = 0.0, digest: int = 0) -> None:
+def acknowledges(lead: OneCallLeader, rank: int, step: int, now: float = 0.0, digest: int = 0) -> None:
     lead.receive(Frame(Kind.ACK, 0, rank, 0, step, digest, b"", None), now)
 
 
-def proposes(lead: Leader, rank: int, step: int, *numbers: int, now: float = 0.0) -> None:
+def proposes(lead: OneCallLeader, rank: int, step: int, *numbers: int, now: float = 0.0) -> None:
     lead.receive(Frame(Kind.PROPOSE, 0, rank, 0, step, 0, b"", Numbers(numbers)), now)
 
 
@@ -44,14 +43,14 @@ def answered(follow: Follower, step: int, *numbers: int, now: float = 0.0) -> No
     follow.receive(Frame(Kind.AGREED, 0, EVERYONE, 0, step, 0, b"", Numbers(numbers)), now)
 
 
-def sent(machine: Leader | Follower, kind: Kind) -> list[Frame]:
+def sent(machine: OneCallLeader | Follower, kind: Kind) -> list[Frame]:
     """The frames of a kind in the outbox, which is empty then."""
     frames = [CODEC.decode(f if isinstance(f, bytes) else f[1]) for f in machine.outbox]
     machine.outbox.clear()
     return [frame for frame in frames if frame.kind is kind]
 
 
-def disagreement(machine: Leader) -> Verdict:
+def disagreement(machine: OneCallLeader) -> Verdict:
     assert machine.verdict is not None
     assert isinstance(machine.verdict.error(), Disagreement)
     return machine.verdict
@@ -138,7 +137,7 @@ def test_the_last_turn_agrees_too_and_stays_the_last() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_rank_that_is_gone_in_the_last_turn_is_missed_if_its_numbers_are(before: bool) -> None:
-    lead = Leader(CODEC, 1, LIMITS)
+    lead = OneCallLeader(CODEC, 1, LIMITS)
     lead.submit_stop()
     lead.turn(0, 0, b"", 0.0)
     lead.turn(1, 0, b"", 0.0)

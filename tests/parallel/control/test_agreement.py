@@ -9,7 +9,6 @@ import pytest
 
 from parallel.control.errors import Aborted, Cause, Disagreement, IllegalInput, LostPeer
 from parallel.control.protocol.follower import Follower
-from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.states import (
     FOLLOWER_TABLE,
     LEADER_TABLE,
@@ -21,7 +20,7 @@ from parallel.control.protocol.states import (
     following,
 )
 from parallel.control.wire.frames import Codec, Decisions, Frame, Kind
-from tests.parallel.control.bus import Faults, Job, Rank
+from tests.parallel.control.bus import Faults, Job, OneCallLeader, Rank
 
 STEPS = 12
 AGREED_STEPS = 5  # where ranks wait for each other in every turn
@@ -47,7 +46,7 @@ def run(job: Job, steps: int, patience: int = 4000, dies: tuple[int, int, bool] 
                 continue
             if rank.in_turn or rank.over or rank.diverged or rng.random() < 0.3 or rank.machine.step > slowest + window:
                 continue
-            if isinstance(rank.machine, Leader):
+            if isinstance(rank.machine, OneCallLeader):
                 if rank.machine.step == steps:
                     rank.machine.submit_stop()
                 payload = rng.randbytes(rng.randrange(1, 9)) if rng.random() < 0.4 else b""
@@ -184,7 +183,7 @@ def in_lockstep(job: Job, until: Callable[[], bool], rounds: int = 60) -> None:
 
 def test_two_ranks_disagree_and_nobody_explains() -> None:
     """The verdict comes anyway, after the dispute's time."""
-    leader = Leader(Codec(1, 0, 2), 1)
+    leader = OneCallLeader(Codec(1, 0, 2), 1)
     leader.turn(0, 10, b"", 0.0)
     leader.receive(Frame(Kind.ACK, 0, 1, 0, 0, 11, b"", None), 0.1)
     assert leader.state is LeaderState.DIVERGED
@@ -217,7 +216,7 @@ def test_a_follower_says_what_it_knows_when_the_leader_does_not_answer() -> None
 
 
 def test_the_leader_is_named_when_all_others_are_against_it() -> None:
-    leader = Leader(Codec(1, 0, 4), 1)
+    leader = OneCallLeader(Codec(1, 0, 4), 1)
     leader.turn(0, 10, b"", 0.0)
     for rank in (1, 2, 3):
         leader.receive(Frame(Kind.ACK, 0, rank, 0, 0, 11, b"", None), 0.1)
@@ -236,7 +235,7 @@ def test_a_stop_takes_effect_everywhere_in_the_same_turn() -> None:
 
 
 def test_a_follower_may_leave_while_the_leader_is_still_stopping() -> None:
-    leader = Leader(Codec(1, 0, 2), 1)
+    leader = OneCallLeader(Codec(1, 0, 2), 1)
     leader.submit_stop()
     leader.turn(0, 0, b"", 0.0)
     leader.receive(Frame(Kind.ACK, 0, 1, 0, 0, 0, b"", None), 0.0)
@@ -281,7 +280,7 @@ def test_an_idle_leader_keeps_its_followers_waiting_without_end() -> None:
 
 def test_the_first_turn_may_take_as_long_as_loading_does() -> None:
     limits = Limits(deadline=4.0, start=60.0)
-    leader, follower = Leader(Codec(1, 0, 2), 1, limits), Follower(Codec(1, 0, 2), 1, 1, limits)
+    leader, follower = OneCallLeader(Codec(1, 0, 2), 1, limits), Follower(Codec(1, 0, 2), 1, 1, limits)
     leader.turn(0, 0, b"", 0.0)
     follower.turn(0, 0, 0.0)
     follower.turn(1, 0, 0.0)
@@ -318,7 +317,7 @@ def test_an_illegal_input_changes_nothing() -> None:
     with pytest.raises(IllegalInput, match="'waiting' does not take input 'turn'; it takes: record, alive"):
         follower.turn(2, 9, 0.0)
     assert (follower.state, follower.step, list(follower.outbox), follower.verdict) == before
-    leader = Leader(Codec(1, 0, 2), 1)
+    leader = OneCallLeader(Codec(1, 0, 2), 1)
     leader.lost(1, 0.0)
     assert isinstance(leader.verdict and leader.verdict.error(), LostPeer)
     with pytest.raises(IllegalInput, match="'ended' does not take input 'turn'"):
@@ -329,7 +328,7 @@ def test_an_illegal_input_changes_nothing() -> None:
 
 @pytest.mark.parametrize("step", [0, 2, -1])
 def test_turns_are_taken_one_by_one(step: int) -> None:
-    leader, follower = Leader(Codec(1, 0, 2), 1), Follower(Codec(1, 0, 2), 1, 1)
+    leader, follower = OneCallLeader(Codec(1, 0, 2), 1), Follower(Codec(1, 0, 2), 1, 1)
     leader.turn(0, 0, b"", 0.0)
     follower.turn(0, 0, 0.0)
     with pytest.raises(ValueError, match=f"turn {step} after turn 0"):
@@ -340,14 +339,14 @@ def test_turns_are_taken_one_by_one(step: int) -> None:
 
 def test_a_negative_horizon_is_refused() -> None:
     with pytest.raises(ValueError, match="horizon -1"):
-        Leader(Codec(1, 0, 2), -1)
+        OneCallLeader(Codec(1, 0, 2), -1)
     with pytest.raises(ValueError, match="horizon -1"):
         Follower(Codec(1, 0, 2), 1, -1)
 
 
 def test_with_a_horizon_of_zero_events_and_the_stop_take_effect_in_the_turn_that_announces_them() -> None:
     codec = Codec(1, 0, 2)
-    leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
+    leader, follower = OneCallLeader(codec, 0), Follower(codec, 1, 0)
     follower.turn(0, 7, 0.0)
     early = follower.effect
     assert early is None, "its record is not here: it may not plan"
@@ -366,7 +365,7 @@ def test_with_a_horizon_of_zero_events_and_the_stop_take_effect_in_the_turn_that
 
 def test_a_horizon_is_agreed_before_the_first_turn_and_only_then() -> None:
     codec = Codec(1, 0, 2)
-    leader, follower = Leader(codec, 0), Follower(codec, 1, 0)
+    leader, follower = OneCallLeader(codec, 0), Follower(codec, 1, 0)
     leader.agree_horizon(3)
     frame = codec.decode(leader.outbox.pop()[1])
     follower.receive(frame, 0.0)

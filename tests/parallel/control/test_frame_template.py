@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from parallel.control.wire.frame_template import FrameTemplate
-from parallel.control.wire.frames import EVERYONE, MAX_PAYLOAD, Codec, Kind
+from parallel.control.wire.frames import EVERYONE, MAX_PAYLOAD, Codec, FrameTemplate, Kind
 
 CODEC = Codec(0x1234_5678_9ABC_DEF0, 3, 8)
 

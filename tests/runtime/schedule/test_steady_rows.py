@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.scheduler import SteadyRows
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.steady_rows import SteadyRows
 
 
 def rows_of(draw: random.Random, count: int) -> tuple[SequenceState, ...]:
