@@ -90,7 +90,7 @@ def _bundles(case: Case, outcome: Outcome, folder: Path) -> list[str]:
 def _results(case: Case, outcome: Outcome, folder: Path, reference: Reference) -> list[str]:
     """What is in the results file is right, and running the command again makes the rest and nothing twice."""
     output = folder / "out.jsonl"
-    before = output.read_bytes()
+    before = output.read_bytes() if output.exists() else b""  # a job that never began
     whole = before[: before.rfind(b"\n") + 1]
     if case.fault is Fault.DISK and case.rank == 0 and whole != before:
         return ["a row was left unfinished by a full disk"]

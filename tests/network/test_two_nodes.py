@@ -21,7 +21,7 @@ from tests.network.hosts import HOSTS, TwoHosts
 from tests.network.jobs import RANKS, TwoNodeJob, answers_alone, write_files
 from tests.network.sockets import listening
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PATIENT = ("--control-timeout-s", "60")  # more than any of these links, and a busy machine, ever needs
 LIMIT = 3.0  # --control-timeout-s where a job is to end

@@ -110,7 +110,7 @@ def main(folder: str, output: Path, options: dict[str, Any]) -> None:
         max_model_len=128,
         num_blocks=200,
         max_prefill_tokens=64,
-        control_timeout_s=30.0,
+        control_timeout_s=300.0,
         bundles=str(output.parent / "bundles"),
         **options,
     )

@@ -50,7 +50,7 @@ def main(folder: str, seed: int, output: Path, depth: int, options: dict[str, An
         max_prefill_tokens=64,
         decode_buckets=(8,),
         chain_depth=depth,
-        control_timeout_s=30.0,
+        control_timeout_s=300.0,
         bundles=str(output.parent / "bundles"),
         **options,
     )
