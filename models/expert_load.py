@@ -89,7 +89,7 @@ def start_counting(model: Decoder) -> None:
     """Give every sparse layer a counter, on the device of its weights; before any graph of the model is captured."""
     for _, mlp in _sparse_layers(model):
         experts = mlp.experts
-        mlp.load_E = torch.zeros(experts.experts, dtype=torch.int64, device=experts.gate_up.device)
+        mlp.load_E = torch.zeros(experts.experts, dtype=torch.int64, device=experts.local_E.device)
 
 
 def clear_load(model: Decoder) -> None:

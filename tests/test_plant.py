@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel.layers.weight import Weight
 from tests.plant import PARTS, Noting, Op, kernels_with, plant, reference_kernels, width_of
 from tests.test_house import ROOT, tracked
 
@@ -67,7 +68,7 @@ def test_kernels_with_an_op_of_their_own_compose_others_of_it() -> None:
 def test_what_is_noted_is_done_all_the_same() -> None:
     noting = Noting()
     kernels = kernels_with(linear=noting)
-    weight = torch.randn(5, 8)
+    weight = Weight.of(torch.randn(5, 8))
     assert torch.equal(kernels.linear(X, weight), reference_kernels().linear(X, weight))
     assert [given[0] is X for given in noting.calls] == [True]
 

@@ -146,7 +146,7 @@ def _unfilled(model: Decoder, pieces: Sequence[Shard]) -> Iterator[str]:
             intervals.setdefault(target.untyped_storage()._cdata, []).append((start, start + target.numel()))
         if not target.is_contiguous():
             yield f"a piece of {list(piece.full_shape)} fills a parameter with gaps"
-    padded = {id(model.embedding.weight), id(model.lm_head.weight)}
+    padded = {id(model.embedding.weight.data), id(model.lm_head.weight.data)}
     for name, parameter in model.named_parameters():
         wanted = model.vocab_shard.rows * parameter.shape[1] if id(parameter) in padded else parameter.numel()
         end = 0

@@ -19,6 +19,7 @@ from models.kernels.matmul.autotune import reason_of
 from models.kernels.matmul.choice_table import Choice, LinearShape, choice_from_json
 from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.traits import traits_of
+from parallel.layers.weight import Weight
 
 _MOST_OUTPUTS = 4096  # of a weight here: how many there are is no constant of a kernel
 
@@ -40,7 +41,7 @@ def run_once(matmul: MatmulDispatch, shape: LinearShape, choice: Choice) -> str 
     x = torch.zeros(shape.rows, shape.inner, dtype=shape.dtype, device=matmul.device)
     weight = torch.zeros(min(shape.outputs, _MOST_OUTPUTS), shape.inner, dtype=shape.dtype, device=matmul.device)
     try:
-        matmul.runner(shape)(x, weight, choice)
+        matmul.runner(shape)(x, Weight.of(weight), choice)
         torch.cuda.synchronize(matmul.device)
     except Exception as error:  # the compiler's and the launcher's have no common class
         torch.cuda.synchronize(matmul.device)

@@ -197,7 +197,7 @@ class Alone:
             return self._product.lasting_us(_of_a_product(choice), seconds)
 
     def _plain(self, choice: Choice) -> Tensor:
-        return self._matmul.run(self._x, self._product.weights[0], None, choice, gate_up=self._gate_up)
+        return self._matmul.run(self._x, self._product.weights[0], choice, gate_up=self._gate_up)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from models.registry import model_class
 from models.row_buckets import decode_ladder, every_bucket
 from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
 from parallel.layers.experts import ExpertSplit
+from parallel.layers.weight import Weight
 
 PAGE = 64
 _ALONE = (
@@ -192,27 +193,21 @@ class ShapeRecorder(ReferenceKernels):
     def __init__(self) -> None:
         self.seen: Counter[LinearShape] = Counter()
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return self._note(x_TN, weight_ON, normed=False, gate_up=False)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self._note(x_TN, weight, normed=False, gate_up=False)
 
     def add_norm_linear(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight_ON: Tensor,
-        bias_O: Tensor | None = None,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        return self._note(x_TN, weight_ON, normed=True, gate_up=False), x_TN
+        return self._note(x_TN, weight, normed=True, gate_up=False), x_TN
 
-    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        return self._note(x_TN, gate_up_2IN, normed=False, gate_up=True)
+    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self._note(x_TN, weight, normed=False, gate_up=True)
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        return self._note(x_TN, gate_up_2IN, normed=True, gate_up=True), x_TN
+        return self._note(x_TN, weight, normed=True, gate_up=True), x_TN
 
     def rope_cache_attend(
         self,
@@ -240,8 +235,8 @@ class ShapeRecorder(ReferenceKernels):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
@@ -249,7 +244,6 @@ class ShapeRecorder(ReferenceKernels):
     ) -> Tensor:
         return torch.empty_like(x_TN)
 
-    def _note(self, x_TN: Tensor, weight_ON: Tensor, *, normed: bool, gate_up: bool) -> Tensor:
-        (rows, inner), outputs = x_TN.shape, weight_ON.shape[0]
-        self.seen[LinearShape(rows, outputs, inner, x_TN.dtype, normed, gate_up)] += 1
-        return x_TN.new_empty(rows, outputs // (2 if gate_up else 1))
+    def _note(self, x_TN: Tensor, weight: Weight, *, normed: bool, gate_up: bool) -> Tensor:
+        self.seen[LinearShape.of(x_TN, weight, normed=normed, gate_up=gate_up)] += 1
+        return x_TN.new_empty(x_TN.shape[0], weight.outputs // (2 if gate_up else 1))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout
@@ -28,6 +27,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from parallel.comm.collectives import PendingAllReduce
+from parallel.layers.weight import Weight
 
 LAYER_NAMES = {
     "mixer.norm": "input_layernorm",
@@ -88,17 +88,12 @@ class DFlashDraft(CheckpointParts):
             for view in config.views
         )
         self.norm = norm(hidden)
-        self.entry_weight_XN: Tensor | None
-        self.entry_bias_X: Tensor | None
-        self.register_buffer("entry_weight_XN", None, persistent=False)
-        self.register_buffer("entry_bias_X", None, persistent=False)
+        self.entries: Weight | None = None  # of every layer's keys and values
 
     def gather_entry_rows(self) -> None:
         """Copies the weights of every layer's keys and values, one layer after the other, so that one product makes the
         entries of all layers."""
-        weights, biases = zip(*(attention.entry_rows for attention in self._attention), strict=True)
-        self.entry_weight_XN = torch.cat(weights)
-        self.entry_bias_X = None if biases[0] is None else torch.cat(biases)
+        self.entries = Weight.stacked([attention.entry_rows for attention in self._attention])
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -109,9 +104,9 @@ class DFlashDraft(CheckpointParts):
         self, features_TF: Tensor, positions_T: Tensor, kv_slots_T: Tensor, caches: Sequence[Tensor]
     ) -> None:
         """Writes every layer's entries of tokens with such features, at their positions (int64, as in StepInputs)."""
-        assert self.entry_weight_XN is not None, "gather_entry_rows was not called"
+        assert self.entries is not None, "gather_entry_rows was not called"
         context_TN = self.hidden_norm.add(self.fc(features_TF), None)[0]
-        kv_TX = self.kernels.linear(context_TN, self.entry_weight_XN, self.entry_bias_X)
+        kv_TX = self.kernels.linear(context_TN, self.entries)
         of_layers = kv_TX.chunk(len(self.layers), 1)
         for attention, kv_layer, own_TX in zip(self._attention, caches, of_layers, strict=True):
             attention.write(own_TX, positions_T, kv_slots_T, kv_layer)

@@ -29,13 +29,7 @@ class DraftAttention(Attention):
 
     def append(self, x_TN: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor) -> None:
         """Writes keys and values of ``x`` (normed where the layer norms) at its positions; nothing attends."""
-        self.write(self.kernels.linear(x_TN, *self.entry_rows), positions_T, kv_slots_T, kv_layer)
-
-    @property
-    def entry_rows(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of keys and values, packed k | v: what ``qkv`` has behind the queries' rows."""
-        queries = self.heads * self.head_dim
-        return self.qkv.weight[queries:], None if self.qkv.bias is None else self.qkv.bias[queries:]
+        self.write(self.kernels.linear(x_TN, self.entry_rows), positions_T, kv_slots_T, kv_layer)
 
     def write(self, kv_TX: Tensor, positions_T: Tensor, kv_slots_T: Tensor, kv_layer: Tensor) -> None:
         """Writes keys and values made by ``entry_rows`` at their positions; ``kv`` may be columns of a wider tensor."""

@@ -56,7 +56,7 @@ class DraftHead:
             rows_VN = target.lm_head.rows(ids_V[begin : begin + _ROWS_AT_ONCE])
             start, end = max(first, begin), min(last, begin + len(rows_VN))
             if start < end:
-                head.weight[start - first : end - first].copy_(rows_VN[start - begin : end - begin])
+                head.weight.data[start - first : end - first].copy_(rows_VN[start - begin : end - begin])
         return cls.of_head(head, ids_V, target)
 
     @classmethod

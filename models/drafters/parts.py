@@ -20,13 +20,13 @@ class Projection(ShardedModule):
     def __init__(self, inputs: int, outputs: int, context: ModelContext) -> None:
         super().__init__()
         self._kernels = context.kernels
-        self.weight = context.parameter(outputs, inputs)
+        self.weight = context.weight(outputs, inputs)
 
     def forward(self, x_TN: Tensor) -> Tensor:
         return self._kernels.linear(x_TN, self.weight)
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": whole(self.weight)}
+        return {"weight": whole(self.weight.data)}
 
 
 class SplitProjection(RowParallel):

@@ -29,6 +29,7 @@ from models.kernels.recurrent import conv, delta_step, gates, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import DeviceTraits, traits_of
+from parallel.layers.weight import Weight
 
 _PRODUCT_BYTES = 64 << 20  # of sums of segments
 _ATTENTION_BYTES = 128 << 20  # of results of chunks
@@ -67,8 +68,8 @@ class DeterministicKernels(Kernels):
 
     # -- embedding, norms and matrix products --------------------------------------------------------------------------
 
-    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
-        return embedding.vocab_rows(weight_VN, ids_T.contiguous(), first, held, self.pdl)
+    def vocab_rows(self, weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
+        return embedding.vocab_rows(weight.data, ids_T.contiguous(), first, held, self.pdl)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
@@ -79,17 +80,17 @@ class DeterministicKernels(Kernels):
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return norm.silu_mul(gate_up_T2I, self.pdl)
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return self._linear(x_TN, weight_ON, bias_O)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self._linear(x_TN, weight)
 
-    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        return self._linear(x_TN, gate_up_2IN, None, gate_up=True)
+    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self._linear(x_TN, weight, gate_up=True)
 
-    def _linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None, *, gate_up: bool = False) -> Tensor:
+    def _linear(self, x_TN: Tensor, weight: Weight, *, gate_up: bool = False) -> Tensor:
         return matmul.linear(
             x_TN,
-            weight_ON,
-            bias_O,
+            weight.data,
+            weight.bias,
             self._sums,
             self._counters,
             gate_up=gate_up,
@@ -110,8 +111,8 @@ class DeterministicKernels(Kernels):
     ) -> tuple[Tensor, Tensor]:
         return route.route_top_k(logits_TE, choices, renormalise, local_E, real_T, load_E, self.pdl)
 
-    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
-        return self.linear(x_TN.float(), weight_EN.float())
+    def router_logits(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self.linear(x_TN.float(), Weight.of(weight.data.float()))
 
     def route_sigmoid(
         self,
@@ -130,21 +131,21 @@ class DeterministicKernels(Kernels):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
         all_experts: int,
     ) -> Tensor:
         """Always the grouped kernels: a list of any length, in tiles of any size, takes each sum in the same order."""
-        if not grouped.supports(gate_up_G2IN, down_GNI):
-            shapes = f"{tuple(gate_up_G2IN.shape)} and {tuple(down_GNI.shape)}"
+        if not grouped.supports(gate_up.data, down.data):
+            shapes = f"{tuple(gate_up.data.shape)} and {tuple(down.data.shape)}"
             raise RuntimeError(f"experts of {shapes} have no batch-invariant kernel: tensor cores need multiples of 16")
         return grouped.expert_mlp(
             x_TN,
-            gate_up_G2IN,
-            down_GNI,
+            gate_up.data,
+            down.data,
             weights_TC,
             local_TC,
             self.pdl,

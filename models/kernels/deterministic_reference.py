@@ -23,6 +23,7 @@ from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.reference import ReferenceKernels
 from models.kernels.sigmoid_routing import SigmoidRouting
+from parallel.layers.weight import Weight
 
 
 class DeterministicReferenceKernels(ReferenceKernels):
@@ -41,9 +42,9 @@ class DeterministicReferenceKernels(ReferenceKernels):
         out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
         return _one_by_one(super().silu_mul, gate_up_T2I, out_TI)
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        out_TO = x_TN.new_empty(x_TN.shape[0], weight_ON.shape[0])
-        return _one_by_one(lambda x_1N: F.linear(x_1N, weight_ON, bias_O), x_TN, out_TO)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        out_TO = x_TN.new_empty(x_TN.shape[0], weight.outputs)
+        return _one_by_one(lambda x_1N: F.linear(x_1N, weight.data, weight.bias), x_TN, out_TO)
 
     def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
         """Norms are sums over a head; the rotation has no sum, and its products and differences are rounded exactly."""
@@ -139,8 +140,8 @@ class DeterministicReferenceKernels(ReferenceKernels):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
@@ -152,17 +153,17 @@ class DeterministicReferenceKernels(ReferenceKernels):
             x_1N = x_TN[token : token + 1].clone()
             for choice, expert in enumerate(chosen):
                 if expert >= 0:
-                    up_1X = F.linear(x_1N, gate_up_G2IN[expert])
-                    gated = up_1X.shape[1] > down_GNI.shape[2]
+                    up_1X = F.linear(x_1N, gate_up.data[expert])
+                    gated = up_1X.shape[1] > down.inner
                     inner_1I = super().silu_mul(up_1X) if gated else self.relu2(up_1X)
-                    out_TN[token] += F.linear(inner_1I, down_GNI[expert])[0] * weights_TC[token, choice]
+                    out_TN[token] += F.linear(inner_1I, down.data[expert])[0] * weights_TC[token, choice]
         return out_TN.to(x_TN.dtype)
 
-    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+    def router_logits(self, x_TN: Tensor, weight: Weight) -> Tensor:
         wide = torch.promote_types(x_TN.dtype, torch.float32)
-        out_TE = torch.empty(len(x_TN), len(weight_EN), dtype=wide)
+        out_TE = torch.empty(len(x_TN), weight.outputs, dtype=wide)
         return _one_by_one(
-            lambda x_1N: super(DeterministicReferenceKernels, self).router_logits(x_1N, weight_EN), x_TN, out_TE
+            lambda x_1N: super(DeterministicReferenceKernels, self).router_logits(x_1N, weight), x_TN, out_TE
         )
 
     def route_sigmoid(

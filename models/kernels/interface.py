@@ -23,6 +23,7 @@ from models.kernels.attention.window import window_attention
 from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid, wide_linear
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight
 
 # The implementation of prefill attention (prefill_choice.py); auto: FlashInfer where it is built already.
 PrefillWanted = Literal["auto", "flashinfer", "triton"]
@@ -162,13 +163,13 @@ class Kernels(Protocol):
         place."""
         return {}
 
-    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+    def vocab_rows(self, weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
         """Of a rank that holds the rows of ids [first, first + held): those of ``ids_T`` (int64), zeros for ids of
         other ranks, [T, N].
         """
         local_T = ids_T - first
         foreign_T = (local_T < 0) | (local_T >= held)
-        return F.embedding(local_T.masked_fill(foreign_T, 0), weight_VN).masked_fill(foreign_T.unsqueeze(-1), 0.0)
+        return F.embedding(local_T.masked_fill(foreign_T, 0), weight.data).masked_fill(foreign_T.unsqueeze(-1), 0.0)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""
@@ -186,18 +187,16 @@ class Kernels(Protocol):
         """silu(first half) * second half, [T, I]."""
         ...
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
+    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``).
 
         Where it has not, the all-reduce that follows pushes it.
         """
-        return self.linear(x_TN, weight_ON, bias_O), False
+        return self.linear(x_TN, weight), False
 
     def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
         """Splits packed qkv (H*D | K*D | K*D), RMS-norms q and k per head where weights are given, rotates both (NeoX
@@ -299,9 +298,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+    def router_logits(self, x_TN: Tensor, weight: Weight) -> Tensor:
         """x @ weight^T in float32 whatever the dtype of both, [T, E]: sigmoid routers compare scores that are close."""
-        return wide_linear(x_TN, weight_EN)
+        return wide_linear(x_TN, weight.data)
 
     def route_sigmoid(
         self,
@@ -328,8 +327,8 @@ class Kernels(Protocol):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
@@ -435,38 +434,32 @@ class Kernels(Protocol):
         return gated_norm(scan(xbc_TC, dt_TH, weights, state_SHPM, rows), z_TX, weights)
 
     def add_norm_linear(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight_ON: Tensor,
-        bias_O: Tensor | None = None,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual (x where None); returns (linear(rms_norm(residual'), weight, bias), residual').
+        """residual' = x + residual (x where None); returns (linear(rms_norm(residual'), weight), residual').
 
         May overwrite x and residual.
         """
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
-        return self.linear(hidden_TN, weight_ON, bias_O), residual_TN
+        return self.linear(hidden_TN, weight), residual_TN
 
-    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        """silu_mul(linear(x, gate_up)), [T, I]."""
-        return self.silu_mul(self.linear(x_TN, gate_up_2IN))
+    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        """silu_mul(linear(x, weight)), [T, I]: ``weight`` has the rows of gate first, then those of up."""
+        return self.silu_mul(self.linear(x_TN, weight))
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        """Returns (silu_mul(linear(rms_norm(residual'), gate_up)) [T, I], residual'), the latter as in add_norm_linear.
+        """Returns (gate_up(rms_norm(residual'), weight) [T, I], residual'), the latter as in add_norm_linear.
 
         May overwrite x and residual.
         """
         hidden_TN, residual_TN = self._add_norm(x_TN, residual_TN, norm_N, eps)
-        return self.gate_up(hidden_TN, gate_up_2IN), residual_TN
+        return self.gate_up(hidden_TN, weight), residual_TN
 
-    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """linear(gate_up(x), down, bias), [T, N]. May overwrite x."""
-        return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
+    def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        """linear(gate_up(x), down), [T, N]. May overwrite x."""
+        return self.linear(self.gate_up(x_TN, gate_up), down)
 
     def rope_cache_attend(
         self,

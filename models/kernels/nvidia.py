@@ -50,6 +50,7 @@ from models.kernels.reference import ReferenceKernels
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import traits_of
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight
 
 _MOST_STEPS = 16  # tokens of a row that go through the recurrence one by one; longer rows go in chunks
 _ATTENTION_BYTES = 128 << 20  # of partial results of splits
@@ -96,8 +97,8 @@ class NvidiaKernels(Kernels):
 
     # -- embedding, norms and matrix products --------------------------------------------------------------------------
 
-    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
-        return embedding.vocab_rows(weight_VN, ids_T.contiguous(), first, held, self.pdl)
+    def vocab_rows(self, weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
+        return embedding.vocab_rows(weight.data, ids_T.contiguous(), first, held, self.pdl)
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, self.pdl)
@@ -111,35 +112,27 @@ class NvidiaKernels(Kernels):
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return norm.silu_mul(gate_up_T2I, self.pdl)
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return self.matmul.linear(x_TN, weight_ON, bias_O)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self.matmul.linear(x_TN, weight)
 
-    def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        return self.matmul.linear_push(buffers, x_TN, weight_ON, bias_O)
+    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+        return self.matmul.linear_push(buffers, x_TN, weight)
 
     def add_norm_linear(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight_ON: Tensor,
-        bias_O: Tensor | None = None,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        return self.matmul.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O)
+        return self.matmul.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
 
-    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        return self.matmul.gate_up(x_TN, gate_up_2IN)
+    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self.matmul.gate_up(x_TN, weight)
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, gate_up_2IN)
+        return self.matmul.add_norm_gate_up(x_TN, residual_TN, norm_N, eps, weight)
 
-    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        return self.matmul.gate_up_down(x_TN, gate_up_2IN, down_NI, bias_N)
+    def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        return self.matmul.gate_up_down(x_TN, gate_up, down)
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         return self.matmul.tune_seen(folder, share)
@@ -160,33 +153,31 @@ class NvidiaKernels(Kernels):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
         all_experts: int,
     ) -> Tensor:
-        if not grouped.supports(gate_up_G2IN, down_GNI):
-            self._in_torch["torch_experts"] = f"a hidden size of {down_GNI.shape[1]} is no multiple of 16"
-            return self._reference.expert_mlp(
-                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, all_experts=all_experts
-            )
+        if not grouped.supports(gate_up.data, down.data):
+            self._in_torch["torch_experts"] = f"a hidden size of {down.outputs} is no multiple of 16"
+            return self._reference.expert_mlp(x_TN, gate_up, down, weights_TC, local_TC, all_experts=all_experts)
         tokens, choices = local_TC.shape
         if without_lists(tokens, choices, all_experts):
             multiprocessors = self.traits.multiprocessors
             return streamed.expert_mlp(
-                x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, multiprocessors=multiprocessors
+                x_TN, gate_up.data, down.data, weights_TC, local_TC, self.pdl, multiprocessors=multiprocessors
             )
-        if self.traits.hopper and grouped_tma.supports(gate_up_G2IN, down_GNI):
-            mean, (experts, hidden, inner) = tokens * choices / all_experts, down_GNI.shape
-            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits, gate_up_G2IN.shape[1])
+        if self.traits.hopper and grouped_tma.supports(gate_up.data, down.data):
+            mean, (experts, hidden, inner) = tokens * choices / all_experts, down.data.shape
+            tiles = long_list_tiles(mean, experts, hidden, inner, self.traits, gate_up.outputs)
             if tiles is not None:
-                return grouped_tma.expert_mlp(x_TN, gate_up_G2IN, down_GNI, weights_TC, local_TC, self.pdl, tiles)
+                return grouped_tma.expert_mlp(x_TN, gate_up.data, down.data, weights_TC, local_TC, self.pdl, tiles)
         return grouped.expert_mlp(
             x_TN,
-            gate_up_G2IN,
-            down_GNI,
+            gate_up.data,
+            down.data,
             weights_TC,
             local_TC,
             self.pdl,
@@ -194,10 +185,10 @@ class NvidiaKernels(Kernels):
             shared_bytes=self.traits.shared_bytes,
         )
 
-    def router_logits(self, x_TN: Tensor, weight_EN: Tensor) -> Tensor:
+    def router_logits(self, x_TN: Tensor, weight: Weight) -> Tensor:
         if x_TN.dtype == torch.float32:
-            return super().router_logits(x_TN, weight_EN)
-        return torch.mm(x_TN, weight_EN.t(), out_dtype=torch.float32)
+            return super().router_logits(x_TN, weight)
+        return torch.mm(x_TN, weight.data.t(), out_dtype=torch.float32)
 
     def route_sigmoid(
         self,

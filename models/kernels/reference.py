@@ -14,6 +14,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PlanTable, PrefillAttention, RepeatedPrefill, StateRows, seen_keys
 from models.kernels.interface import DeltaRule, Kernels, Rotation
 from models.kernels.recurrent import reference as recurrent
+from parallel.layers.weight import Weight
 
 
 class HostLengths:
@@ -50,8 +51,8 @@ class ReferenceKernels(Kernels):
         gate, up = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate.float()).to(gate.dtype) * up
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        return F.linear(x_TN, weight_ON, bias_O)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return F.linear(x_TN, weight.data, weight.bias)
 
     def rope_and_cache(self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
         kv_heads, head_dim = kv_layer.shape[3:]
@@ -164,8 +165,8 @@ class ReferenceKernels(Kernels):
     def expert_mlp(
         self,
         x_TN: Tensor,
-        gate_up_G2IN: Tensor,
-        down_GNI: Tensor,
+        gate_up: Weight,
+        down: Weight,
         weights_TC: Tensor,
         local_TC: Tensor,
         *,
@@ -173,7 +174,7 @@ class ReferenceKernels(Kernels):
     ) -> Tensor:
         # Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing.
         out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
-        for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up_G2IN, down_GNI, strict=True)):
+        for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up.data, down.data, strict=True)):
             chosen_TC = local_TC == g
             weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
             up_TX = F.linear(x_TN, gate_up_2IN)

@@ -19,6 +19,7 @@ from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
+from parallel.layers.weight import Weight
 
 
 class Attention(Mixer[Tensor]):
@@ -62,7 +63,7 @@ class Attention(Mixer[Tensor]):
 
     @property
     def cache(self) -> PagedKV:
-        return PagedKV(self.kv_heads, self.head_dim, self.qkv.weight.dtype)
+        return PagedKV(self.kv_heads, self.head_dim, self.qkv.weight.format.dtype)
 
     def forward(
         self,
@@ -77,10 +78,10 @@ class Attention(Mixer[Tensor]):
         gate_TX = None
         if isinstance(self.qkv, GatedQKVParallel):
             hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
-            gate_TX = self.kernels.linear(hidden_TN, self.qkv.gate_weight, self.qkv.gate_bias)
+            gate_TX = self.kernels.linear(hidden_TN, self.qkv.gate)
             qkv_TX = self.qkv(hidden_TN)
         else:
-            qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight, self.qkv.bias)
+            qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
         rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
         if isinstance(attention, DecodeAttention):
             out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer)
@@ -106,29 +107,33 @@ class Attention(Mixer[Tensor]):
         attention: DecodeAttention,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``forward`` where only the wanted tokens ask: keys and values of all tokens, queries of these."""
-        kernels, weight_XN, bias_X = self.kernels, self.qkv.weight, self.qkv.bias
+        kernels, weight = self.kernels, self.qkv.weight
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         # Few and small: before the products, so that none is the launch right before one that may begin early.
         hidden_RN, residual_RN = hidden_TN.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         everywhere = self._rotation(inputs.positions_T, inputs.kv_slots_T)
         positions_R = inputs.positions_T.index_select(0, wanted_R)
         if kernels.batch_invariant.get("linear", False):  # promised of whole weights: some rows may be summed otherwise
-            qkv_TX = kernels.linear(hidden_TN, weight_XN, bias_X)
+            qkv_TX = kernels.linear(hidden_TN, weight)
             q_RHD = kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, everywhere).index_select(0, wanted_R)
         else:
-            queries = self.heads * self.head_dim
-            kv_bias_X = None if bias_X is None else bias_X[queries:]
-            kv_TX = kernels.linear(hidden_TN, weight_XN[queries:], kv_bias_X)
+            kv_TX = kernels.linear(hidden_TN, self.entry_rows)
             kernels.rope_and_cache(kv_TX, 0, kv_layer, everywhere)
             # Packed with keys and values once more, as kernels take it; these go to the trash page.
             nowhere = self._rotation(positions_R, torch.zeros_like(positions_R))
-            qkv_RX = kernels.linear(hidden_RN, weight_XN, bias_X)
+            qkv_RX = kernels.linear(hidden_RN, weight)
             q_RHD = kernels.rope_and_cache(qkv_RX, self.heads, kv_layer, nowhere)
         out_RX = kernels.decode_attention(q_RHD, kv_layer, attention, self.scale).flatten(1)
         if isinstance(self.qkv, GatedQKVParallel):
-            gate_RX = kernels.linear(hidden_RN, self.qkv.gate_weight, self.qkv.gate_bias)
+            gate_RX = kernels.linear(hidden_RN, self.qkv.gate)
             out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
         return self.output(out_RX), residual_RN
+
+    @property
+    def entry_rows(self) -> Weight:
+        """Of keys and values, packed k | v: what ``qkv`` has behind the queries' rows."""
+        queries = self.heads * self.head_dim
+        return self.qkv.weight.rows(queries, self.qkv.weight.outputs - queries)
 
     def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D]."""

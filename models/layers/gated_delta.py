@@ -95,7 +95,7 @@ class GatedDeltaNet(Mixer[StateBanks]):
 
     @property
     def made_size(self) -> int:
-        return int(self.projection.weight.shape[0])
+        return self.projection.weight.outputs
 
     def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: StateBanks) -> Tensor:
         """x W of the input projection, through convolution, recurrence and gated norm."""
@@ -112,7 +112,7 @@ class GatedDeltaNet(Mixer[StateBanks]):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         if inputs.state is None:
             raise ValueError("a layer with slot state needs StepInputs.state: whose state each row continues")
-        projected_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.projection.weight, None)
+        projected_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.projection.weight)
         out_TX = self.advance_or_wait(projected_TX, inputs.state, inputs.positions_T, cache)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)

@@ -82,7 +82,7 @@ class Mamba2(Mixer[StateBanks]):
     @property
     def made_size(self) -> int:
         """Z."""
-        return int(self.in_proj.weight.shape[0])
+        return self.in_proj.weight.outputs
 
     def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: StateBanks) -> Tensor:
         """Columns z | xBC | dt of the input projection, through convolution, recurrence, gate and norm."""
@@ -98,7 +98,7 @@ class Mamba2(Mixer[StateBanks]):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         if inputs.state is None:
             raise ValueError("a step of a model with Mamba-2 layers needs StepInputs.state")
-        projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight, None)
+        projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight)
         out_TX = self.advance_or_wait(projected_TZ, inputs.state, inputs.positions_T, cache)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
@@ -156,7 +156,7 @@ class InProjection(ShardedModule):
     def __init__(self, hidden: int, split: GroupSplit, placement: ShardContext) -> None:
         super().__init__()
         self.split = split
-        self.weight = placement.parameter(split.inner + split.conv_channels + split.heads, hidden)
+        self.weight = placement.weight(split.inner + split.conv_channels + split.heads, hidden)
 
     def shards(self) -> Mapping[str, ScatteredShard]:
         split, inner = self.split, self.split.shape.inner
@@ -166,7 +166,7 @@ class InProjection(ShardedModule):
         parts.append((inner + channels + split.first_head, split.heads))
         pieces, place, total = [], 0, inner + channels + split.shape.heads
         for first, count in parts:
-            pieces.append(along_rows(self.weight[place : place + count], total, first))
+            pieces.append(along_rows(self.weight.data[place : place + count], total, first))
             place += count
         return {"weight": ScatteredShard(tuple(pieces))}
 

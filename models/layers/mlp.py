@@ -29,14 +29,14 @@ class GatedMLP(nn.Module):
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
         gate_up, down = self.gate_up, self.down
-        if gate_up.bias is None and len(residual_TN) > LARGE_STEP:
+        if gate_up.weight.bias is None and len(residual_TN) > LARGE_STEP:
             normed_TN, residual_TN = self.norm.add(x_TN, residual_TN)
-            part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.weight, down.own_bias)
+            part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.own)
             return down.all_reduce_of(part_TN), residual_TN
-        if gate_up.bias is None:
+        if gate_up.weight.bias is None:
             hidden_TI, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight)
         else:
-            gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight, gate_up.bias)
+            gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight)
             hidden_TI = self.kernels.silu_mul(gate_up_T2I)
         return down(hidden_TI), residual_TN
 
@@ -55,5 +55,5 @@ class Relu2MLP(nn.Module):
         self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second."""
-        up_TI, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.up.weight, None)
+        up_TI, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.up.weight)
         return self.down(self.kernels.relu2(up_TI)), residual_TN

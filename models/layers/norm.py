@@ -14,6 +14,7 @@ from torch import Tensor
 from models.layers.context import ModelContext
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.shard import Shard, ShardedModule, whole
+from parallel.layers.weight import Weight
 
 
 class RMSNorm(ShardedModule):
@@ -42,22 +43,22 @@ class RMSNorm(ShardedModule):
         return self._kernels.add_rms_norm(x_TN, residual_TN, self.weight, self.eps)
 
     def add_linear(
-        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, weight_ON: Tensor, bias_O: Tensor | None
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        """(linear(norm(residual'), weight, bias) [T, O], residual')"""
+        """(linear(norm(residual'), weight) [T, O], residual')"""
         if isinstance(x_TN, PendingAllReduce):
             hidden_TN, residual_TN = self.add(x_TN, residual_TN)
-            return self._kernels.linear(hidden_TN, weight_ON, bias_O), residual_TN
-        return self._kernels.add_norm_linear(x_TN, residual_TN, self.weight, self.eps, weight_ON, bias_O)
+            return self._kernels.linear(hidden_TN, weight), residual_TN
+        return self._kernels.add_norm_linear(x_TN, residual_TN, self.weight, self.eps, weight)
 
     def add_gate_up(
-        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up_2IN: Tensor
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up: Weight
     ) -> tuple[Tensor, Tensor]:
         """(silu_mul(linear(norm(residual'), gate_up)) [T, I], residual')"""
         if isinstance(x_TN, PendingAllReduce):
             hidden_TN, residual_TN = self.add(x_TN, residual_TN)
-            return self._kernels.gate_up(hidden_TN, gate_up_2IN), residual_TN
-        return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up_2IN)
+            return self._kernels.gate_up(hidden_TN, gate_up), residual_TN
+        return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up)
 
     def shards(self) -> dict[str, Shard]:
         if self.zero_centred:

@@ -7,11 +7,11 @@ Shape letters: T tokens, R rows that need logits, N hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.collectives import Collectives
-from parallel.layers.shard import Shard, ShardContext, ShardedModule, VocabShard, along_rows
+from parallel.layers.shard import Shard, ShardContext, ShardedModule, VocabShard, rows_of
+from parallel.layers.weight import Weight
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -21,19 +21,19 @@ class VocabParallelEmbedding(ShardedModule):
         super().__init__()
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
-        self.weight = _vocab_parameter(self.vocab, hidden_size, placement)
+        self.weight = _vocab_weight(self.vocab, hidden_size, placement)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         return _rows(self.weight, self.vocab, token_ids_T, self.placement)
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
+        return rows_of("", self.weight.rows(0, self.vocab.rows), self.vocab.vocab_size, self.vocab.start)
 
 
 class LMHead(ShardedModule):
     """Logits of this rank's token ids, [R, N] -> [R, V_local]; padding logits are -inf; no communication.
 
-    ``tied_to`` shares the parameter of an embedding; the head then has no checkpoint tensor of its own.
+    ``tied_to`` shares the weight of an embedding; the head then has no checkpoint tensor of its own.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LMHead(ShardedModule):
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
         self.tied = tied_to is not None
-        self.weight = tied_to.weight if tied_to else _vocab_parameter(self.vocab, hidden_size, placement)
+        self.weight = tied_to.weight if tied_to else _vocab_weight(self.vocab, hidden_size, placement)
 
     def forward(self, hidden_RN: Tensor) -> Tensor:
         logits_RV = self.placement.kernels.linear(hidden_RN, self.weight)
@@ -58,7 +58,7 @@ class LMHead(ShardedModule):
     def shards(self) -> dict[str, Shard]:
         if self.tied:
             return {}
-        return {"weight": along_rows(self.weight[: self.vocab.rows], self.vocab.vocab_size, self.vocab.start)}
+        return rows_of("", self.weight.rows(0, self.vocab.rows), self.vocab.vocab_size, self.vocab.start)
 
 
 def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
@@ -66,15 +66,14 @@ def gather_logits(local_RV: Tensor, vocab_size: int, collectives: Collectives) -
     return collectives.all_gather(local_RV)[..., :vocab_size]
 
 
-def _rows(weight_VN: Tensor, vocab: VocabShard, token_ids_T: Tensor, placement: ShardContext) -> Tensor:
+def _rows(weight: Weight, vocab: VocabShard, token_ids_T: Tensor, placement: ShardContext) -> Tensor:
     """[T, N], of a matrix with a row a token id, of which each rank has some."""
-    held_TN = placement.kernels.vocab_rows(weight_VN, token_ids_T, vocab.start, vocab.rows)
+    held_TN = placement.kernels.vocab_rows(weight, token_ids_T, vocab.start, vocab.rows)
     return held_TN if vocab.size == 1 else placement.collectives.all_reduce(held_TN)
 
 
-def _vocab_parameter(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> nn.Parameter:
+def _vocab_weight(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> Weight:
     """[width, N] with zero padding rows: they take part in the product, so they must be finite."""
-    parameter = placement.parameter(vocab.width, hidden_size)
-    with torch.no_grad():
-        parameter[vocab.rows :].zero_()
-    return parameter
+    weight = placement.weight(vocab.width, hidden_size)
+    weight.data[vocab.rows :].zero_()
+    return weight

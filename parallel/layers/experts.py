@@ -54,14 +54,14 @@ class Router(ShardedModule):
 
     def __init__(self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = placement.parameter(experts, hidden)
+        self.weight = placement.weight(experts, hidden)
         self.bias: nn.Parameter | None = None
         if bias:
             wide = torch.promote_types(placement.dtype, torch.float32)
             self.bias = nn.Parameter(torch.empty(experts, dtype=wide), requires_grad=False)
 
     def shards(self) -> dict[str, Shard]:
-        found = {"weight": whole(self.weight)}
+        found = {"weight": whole(self.weight.data)}
         if self.bias is not None:
             found["e_score_correction_bias"] = whole(self.bias)
         return found
@@ -115,11 +115,11 @@ class ExpertWeights(ShardedModule):
             self.share = even_share("intermediate features of an expert", intermediate, placement.size)
             self.start = placement.rank * self.share
         padded = -(-self.share // placement.kernels.expert_tile) * placement.kernels.expert_tile
-        self.gate_up = placement.parameter(len(self.held) + shared, (2 if gated else 1) * padded, hidden)
-        self.down = placement.parameter(len(self.held) + shared, hidden, padded)
+        self.gate_up = placement.weight(len(self.held) + shared, (2 if gated else 1) * padded, hidden)
+        self.down = placement.weight(len(self.held) + shared, hidden, padded)
         if padded > self.share:
             for weight in (self.gate_up, self.down):
-                weight.zero_()
+                weight.data.zero_()
         self.up = padded if gated else 0  # first row of up in gate_up
         number = {expert: local for local, expert in enumerate(self.held)}
         numbers = [number.get(expert, -1) for expert in range(experts)]
@@ -153,7 +153,7 @@ class ExpertWeights(ShardedModule):
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
             local = number.get(expert)
-            gate_up, down = (self.gate_up[local], self.down[local]) if local is not None else (None, None)
+            gate_up, down = (self.gate_up.data[local], self.down.data[local]) if local is not None else (None, None)
             if self.gated:
                 found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
             found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[self.up :][: self.share])
@@ -167,46 +167,46 @@ class ExpertWeights(ShardedModule):
 
     def _fused(self) -> dict[str, ScatteredShard]:
         """Reads only the held experts of the fused tensors, one at a time."""
-        hidden, share, total = self.down.shape[1], self.share, self.intermediate
+        hidden, share, total = self.down.outputs, self.share, self.intermediate
         gate_up, down = [], []
         halves = 2 if self.gated else 1
         for local, expert in enumerate(self.held):
             here, held = slice(expert, expert + 1), slice(local, local + 1)
             for half in range(halves):
                 rows = slice(half * total + self.start, half * total + self.start + share)
-                target = self.gate_up[held, half * self.up : half * self.up + share]
+                target = self.gate_up.data[held, half * self.up : half * self.up + share]
                 gate_up.append(Shard((self.experts, halves * total, hidden), (here, rows, slice(0, hidden)), target))
             columns = slice(self.start, self.start + share)
             ranges = (here, slice(0, hidden), columns)
-            down.append(Shard((self.experts, hidden, total), ranges, self.down[held, :, :share]))
+            down.append(Shard((self.experts, hidden, total), ranges, self.down.data[held, :, :share]))
         first = "gate_up_proj" if self.gated else "up_proj"
         return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down)), **self._shared()}
 
     def _shared(self) -> dict[str, ScatteredShard]:
         """Of the larger expert [shared * all I, N] and [N, shared * all I]; nothing without one."""
-        hidden, total, up, down = self.down.shape[1], self.shared * self.intermediate, [], []
+        hidden, total, up, down = self.down.outputs, self.shared * self.intermediate, [], []
         for number in range(self.shared):
             held, first = self.experts + number, number * self.intermediate + self.start
             part, everything = slice(first, first + self.share), slice(0, hidden)
-            up.append(Shard((total, hidden), (part, everything), self.gate_up[held, : self.share]))
-            down.append(Shard((hidden, total), (everything, part), self.down[held, :, : self.share]))
+            up.append(Shard((total, hidden), (part, everything), self.gate_up.data[held, : self.share]))
+            down.append(Shard((hidden, total), (everything, part), self.down.data[held, :, : self.share]))
         if not up:
             return {}
         return {"shared.up.weight": ScatteredShard(tuple(up)), "shared.down.weight": ScatteredShard(tuple(down))}
 
     def _rows(self, target: Tensor | None) -> Shard:
         """The shard of a gate or up matrix [all I, N]."""
-        hidden = self.down.shape[1]
+        hidden = self.down.outputs
         if target is None:
-            return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up[0, :0])
+            return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up.data[0, :0])
         rows = slice(self.start, self.start + self.share)
         return Shard((self.intermediate, hidden), (rows, slice(0, hidden)), target)
 
     def _columns(self, target: Tensor | None) -> Shard:
         """The shard of a down matrix [N, all I]."""
-        hidden = self.down.shape[1]
+        hidden = self.down.outputs
         if target is None:
-            return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down[0, :0])
+            return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down.data[0, :0])
         columns = slice(self.start, self.start + self.share)
         return Shard((hidden, self.intermediate), (slice(0, hidden), columns), target)
 

@@ -2,7 +2,7 @@
 
 Knows: for each layer, the split of its matrix over the group and the checkpoint tensors of its pieces.
 Does not know: models, files, or how a product is computed (a ``LinearKernel`` does that; a model may also pass
-``weight`` and ``bias`` to a fused kernel).
+``weight`` to a fused kernel).
 Shape letters: T tokens, N hidden size, I intermediate size, O outputs of this rank, D head_dim.
 """
 
@@ -23,6 +23,7 @@ from parallel.layers.shard import (
     ShardedModule,
     along_rows,
     even_share,
+    rows_of,
     whole,
 )
 
@@ -48,20 +49,16 @@ class StackedColumns(ShardedModule):
         self.pieces = tuple(pieces)
         self.placement = placement
         outputs = sum(piece.count for piece in pieces)
-        self.weight = placement.parameter(outputs, inputs)
-        self.bias = placement.parameter(outputs) if bias else None
+        self.weight = placement.weight(outputs, inputs, bias=bias)
 
     def forward(self, x_TN: Tensor) -> Tensor:
-        return self.placement.kernels.linear(x_TN, self.weight, self.bias)
+        return self.placement.kernels.linear(x_TN, self.weight)
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         found: dict[str, Shard | ScatteredShard] = {}
         first = 0
         for piece in self.pieces:
-            rows = slice(first, first + piece.count)
-            found[f"{piece.prefix}weight"] = along_rows(self.weight[rows], piece.total, piece.start)
-            if self.bias is not None:
-                found[f"{piece.prefix}bias"] = along_rows(self.bias[rows], piece.total, piece.start)
+            found |= rows_of(piece.prefix, self.weight.rows(first, piece.count), piece.total, piece.start)
             first += piece.count
         return found
 
@@ -113,7 +110,7 @@ class QKVParallel(StackedColumns):
 
 
 class GatedQKVParallel(QKVParallel):
-    """QKVParallel with a gate for every query head: ``gate_weight`` [heads of this rank * D, N], and its bias.
+    """QKVParallel with a gate for every query head: ``gate`` [heads of this rank * D, N].
 
     The checkpoint's query matrix has the rows of each head's query before those of its gate: [heads * 2 * D, N].
     """
@@ -123,15 +120,12 @@ class GatedQKVParallel(QKVParallel):
     ) -> None:
         super().__init__(inputs, heads, kv_heads, head_dim, placement, bias)
         self.head_dim = head_dim
-        rows = self.heads.local_heads * head_dim
-        self.gate_weight = placement.parameter(rows, inputs)
-        self.gate_bias = placement.parameter(rows) if bias else None
+        self.gate = placement.weight(self.heads.local_heads * head_dim, inputs, bias=bias)
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         found: dict[str, Shard | ScatteredShard] = {**super().shards()}
-        found["q.weight"] = self._queries_and_gates(self.weight, self.gate_weight)
-        if self.bias is not None and self.gate_bias is not None:
-            found["q.bias"] = self._queries_and_gates(self.bias, self.gate_bias)
+        for (kind, packed), (_, gate) in zip(self.weight.tensors, self.gate.tensors, strict=True):
+            found[f"q.{kind}"] = self._queries_and_gates(packed, gate)
         return found
 
     def _queries_and_gates(self, packed: Tensor, gate: Tensor) -> ScatteredShard:
@@ -169,7 +163,7 @@ class DeltaProjection(ShardedModule):
         self.heads, self.k_dim, self.v_dim, self.interleaved = heads, k_dim, v_dim, interleaved
         k, v, h = heads.local_kv_heads * k_dim, heads.local_heads * v_dim, heads.local_heads
         self.widths = (k, k, v, v, h, h)
-        self.weight = placement.parameter(sum(self.widths), inputs)
+        self.weight = placement.weight(sum(self.widths), inputs)
 
     @property
     def conv_segments(self) -> list[tuple[int, int]]:
@@ -180,8 +174,8 @@ class DeltaProjection(ShardedModule):
         return [(first_k, k), (keys + first_k, k), (2 * keys + first_v, v)]
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
-        q, k, v, z, b, a = torch.split(self.weight, list(self.widths))
-        heads, inputs = self.heads, self.weight.shape[1]
+        q, k, v, z, b, a = torch.split(self.weight.data, list(self.widths))
+        heads, inputs = self.heads, self.weight.inner
         first_v = heads.first_head * self.v_dim
         if not self.interleaved:
             total = 2 * heads.kv_heads * self.k_dim + heads.heads * self.v_dim
@@ -203,7 +197,7 @@ class DeltaProjection(ShardedModule):
         group = heads.heads // heads.kv_heads  # value heads of a key head
         of_keys, of_values = (2, self.v_dim) if len(parts) == 4 else (0, 1)
         sizes = [self.k_dim] * of_keys + [group * of_values] * 2
-        full_shape, pieces = (heads.kv_heads * sum(sizes), self.weight.shape[1]), list[Shard]()
+        full_shape, pieces = (heads.kv_heads * sum(sizes), self.weight.inner), list[Shard]()
         columns = slice(0, full_shape[1])
         local_group = min(group, heads.local_heads)  # a rank may have a part of one key head's value heads
         skipped = heads.first_head % group * of_values
@@ -232,32 +226,26 @@ class RowParallel(ShardedModule):
         self.inputs = inputs
         self.placement = placement
         self.local_inputs = even_share(what, inputs, placement.size)
-        self.weight = placement.parameter(outputs, self.local_inputs)
-        self.bias = placement.parameter(outputs) if bias else None
+        self.weight = placement.weight(outputs, self.local_inputs, bias=bias)
+        # What this rank multiplies with: a bias is added once to the sum, so by exactly one rank.
+        self.own = self.weight if placement.rank == 0 else self.weight.unbiased
 
     def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
-        bias = self.own_bias
         kernels, collectives = self.placement.kernels, self.placement.collectives
-        buffers = collectives.push_buffers(x_TI.shape[0], self.weight.shape[0], x_TI.dtype)
+        buffers = collectives.push_buffers(x_TI.shape[0], self.own.outputs, x_TI.dtype)
         if buffers is None:
-            return self.all_reduce_of(kernels.linear(x_TI, self.weight, bias))
-        part_TN, pushed = kernels.linear_push(buffers, x_TI, self.weight, bias)
+            return self.all_reduce_of(kernels.linear(x_TI, self.own))
+        part_TN, pushed = kernels.linear_push(buffers, x_TI, self.own)
         return collectives.all_reduce_before_norm(part_TN, pushed=pushed)
-
-    @property
-    def own_bias(self) -> Tensor | None:
-        """The bias that this rank adds to its part: it is added once to the sum, so by exactly one rank."""
-        return self.bias if self.placement.rank == 0 else None
 
     def all_reduce_of(self, part_TN: Tensor) -> Tensor | PendingAllReduce:
         """y, of parts x_local W_local^T that were computed elsewhere. ``part_TN`` may be overwritten."""
         return self.placement.collectives.all_reduce_before_norm(part_TN)
 
     def shards(self) -> dict[str, Shard]:
-        outputs = self.weight.shape[0]
-        start = self.placement.rank * self.local_inputs
-        ranges = (slice(0, outputs), slice(start, start + self.local_inputs))
-        found = {"weight": Shard((outputs, self.inputs), ranges, self.weight)}
-        if self.bias is not None:
-            found["bias"] = whole(self.bias)
+        weight, start = self.weight, self.placement.rank * self.local_inputs
+        ranges = (slice(0, weight.outputs), slice(start, start + self.local_inputs))
+        found = {"weight": Shard((weight.outputs, self.inputs), ranges, weight.data)}
+        if weight.bias is not None:
+            found["bias"] = whole(weight.bias)
         return found

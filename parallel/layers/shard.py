@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight, plain
 
 
 class Sliceable(Protocol):
@@ -29,17 +30,15 @@ class LinearKernel(Protocol):
 
     expert_tile: int
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
+    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``)."""
         ...
 
-    def vocab_rows(self, weight_VN: Tensor, ids_T: Tensor, first: int, held: int) -> Tensor:
+    def vocab_rows(self, weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
         """The rows of ``ids_T`` of a rank that holds ids [first, first + held), zeros for other ids, [T, N]."""
         ...
 
@@ -67,6 +66,10 @@ class ShardContext:
         """An uninitialised parameter without gradient on the default device. ``wide``: in float32 at least."""
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+    def weight(self, *shape: int, bias: bool = False) -> Weight:
+        """An uninitialised matrix [..., outputs, inner] on the default device, of parameters without gradient."""
+        return Weight(self.parameter(*shape), plain(self.dtype), self.parameter(shape[-2]) if bias else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,20 @@ class ScatteredShard:
 
 
 class ShardedModule(nn.Module):
-    """A module that owns parameters and says which checkpoint tensors fill them."""
+    """A module that owns parameters and says which checkpoint tensors fill them.
+
+    The tensors of a Weight that is set as an attribute are parameters of the module, by that name and ``<name>_bias``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, Weight):
+            super().__setattr__(name, value)
+            return
+        self.__dict__[name] = value
+        known = {id(parameter) for parameter in self._parameters.values()}
+        for kind, tensor in value.tensors:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
+                self._parameters[name if kind == "weight" else f"{name}_{kind}"] = tensor
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         """Part name (``weight``, ``q.bias``, ...) -> shard. Together they cover every parameter exactly once."""
@@ -136,6 +152,11 @@ def along_rows(parameter_view: Tensor, total: int, start: int) -> Shard:
     """The shard [start, start + rows) of a tensor with ``total`` rows (dim 0); other dims are whole."""
     rows, *rest = parameter_view.shape
     return Shard((total, *rest), (slice(start, start + rows), *(slice(0, n) for n in rest)), parameter_view)
+
+
+def rows_of(prefix: str, weight: Weight, total: int, start: int) -> dict[str, Shard]:
+    """The shards [start, start + outputs) of the tensors of a checkpoint matrix with ``total`` outputs."""
+    return {f"{prefix}{kind}": along_rows(tensor, total, start) for kind, tensor in weight.tensors}
 
 
 def divisors(number: int) -> list[int]:

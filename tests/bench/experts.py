@@ -41,6 +41,7 @@ from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.grouped import expert_mlp
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles, default_tiles, long_list_tiles, without_lists
+from parallel.layers.weight import Weight
 from tests.bench.expert_timing import DEVICE, LAYERS, Run, agree, in_turns, microseconds
 from tests.gpu.expert_cases import SHAPES, Layer, share_of
 from tests.models.kernels.nvidia_kernels import nvidia_kernels
@@ -232,8 +233,9 @@ def main() -> None:
         asked = sum(len(set(local_TC[local_TC >= 0].tolist())) for _, local_TC in chosen) / LAYERS
         route_us = microseconds(lambda number: routed(number)[0])
         lists_us = microseconds(lambda number: pairs_by_expert(chosen[number][1], layer.held, True)[0])  # noqa: B023
+        matrices = [(Weight.of(gate_up), Weight.of(down)) for gate_up, down in weights]
         layer_us = microseconds(
-            lambda number: kernels.expert_mlp(x, *weights[number], *routed(number), all_experts=layer.experts)  # noqa: B023
+            lambda number: kernels.expert_mlp(x, *matrices[number], *routed(number), all_experts=layer.experts)  # noqa: B023
         )
         moved = asked * expert_bytes / 1e6
         print(

@@ -35,6 +35,7 @@ from models.kernels.attention.decode_choice import window_programs
 from models.kernels.attention.decode_work import DecodeWork, choose_rule, plan_decode, workspace_floats
 from models.kernels.interface import Rotation
 from models.kernels.matmul.autotune import captured, replay_for
+from parallel.layers.weight import Weight
 from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 DEVICE = torch.device("cuda", 0)
@@ -183,8 +184,8 @@ class InLayer:
                 yield {**one._asdict(), "failed": str(error)[:80]}
 
 
-def _weight(outputs: int, inner: int) -> Tensor:
-    return torch.randn(outputs, inner, dtype=torch.bfloat16, device=DEVICE).mul_(inner**-0.5)
+def _weight(outputs: int, inner: int) -> Weight:
+    return Weight.of(torch.randn(outputs, inner, dtype=torch.bfloat16, device=DEVICE).mul_(inner**-0.5))
 
 
 def main() -> None:

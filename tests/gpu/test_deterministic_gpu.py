@@ -19,6 +19,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
 from models.kernels.interface import Rotation
 from models.kernels.select import select_kernels
+from parallel.layers.weight import Weight
 from runtime.execute.device.cuda import CudaDevice
 from runtime.execute.sampling.inputs import SamplingVariant
 from tests.gpu.expert_cases import Layer
@@ -84,7 +85,7 @@ def test_products(kernels: InvariantNvidia, outputs: int, inner: int, gate_up: b
         return matmul.linear(x, weight, None, sums, counters, gate_up=gate_up, pdl=kernels.pdl, **more)
 
     together = product(x)
-    plain = REFERENCE.linear(x.float(), weight.float())
+    plain = REFERENCE.linear(x.float(), Weight.of(weight.float()))
     close(together, REFERENCE.silu_mul(plain) if gate_up else plain)
     for rows in (1, 2, 7, 16, 33, 64, 65, 128, 129, 256):
         picked = torch.randperm(700, device="cuda")[:rows]
@@ -179,17 +180,18 @@ def test_rows(kernels: InvariantNvidia) -> None:
 def test_products_in_float32(kernels: InvariantNvidia) -> None:
     """Without tensor cores, in tiles of 16 and of 32 tokens."""
     x, weight = torch.randn(200, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
-    together = kernels.linear(x, weight)
+    together = kernels.linear(x, Weight.of(weight))
     torch.testing.assert_close(together, x @ weight.T, atol=1e-2, rtol=1e-4)
     for count in (1, 16, 17, 64, 130):
         rows = torch.randperm(200, device="cuda")[:count]
-        same(kernels.linear(x[rows], weight), together[rows], ("float32", count))
+        same(kernels.linear(x[rows], Weight.of(weight)), together[rows], ("float32", count))
 
 
 def test_experts(kernels: InvariantNvidia) -> None:
     """30B-A3B's: lists of one token and of hundreds, in tiles for either."""
     layer = Layer(2048, 768, 128, 128, 8, BF16)
-    x, (gate_up, down), (weights, local) = layer.tokens(4096), layer.weights(), layer.chosen(4096)
+    x, matrices, (weights, local) = layer.tokens(4096), map(Weight.of, layer.weights()), layer.chosen(4096)
+    gate_up, down = matrices
 
     def mlp(rows: Tensor) -> Tensor:
         return kernels.expert_mlp(x[rows], gate_up, down, weights[rows], local[rows], all_experts=128)

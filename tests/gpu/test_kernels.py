@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
+from parallel.layers.weight import Weight
 from tests.gpu.untyped import Stream
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +110,7 @@ def test_linear(kernels: Nvidia, dtype: torch.dtype, bias: bool, outputs: int, i
     for rows in (1, 2, 3, 4, 5, 8, 13, 16, 33, 64, 100, 256):
         x = randn(rows, inner, dtype=dtype)
         expected = x.double() @ weight.double().t() + (offset.double() if offset is not None else 0)
-        check(kernels.linear(x, weight, offset), expected, dtype)
+        check(kernels.linear(x, Weight.of(weight, offset)), expected, dtype)
 
 
 @pytest.mark.parametrize("rows", [2048, 2049, 4608, 8192])
@@ -124,7 +125,7 @@ def test_an_mlp_of_many_rows_goes_in_slices(kernels: Nvidia, rows: int) -> None:
     expected = swiglu(normed_x.double() @ gate_up.double().t()) @ down.double().t()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = kernels.gate_up_down(normed_x, gate_up, down)
+    out = kernels.gate_up_down(normed_x, Weight.of(gate_up), Weight.of(down))
     if rows > 2048:
         assert torch.cuda.max_memory_allocated() - before <= 3 * 2048 * inner * 2, "activations of all rows at once"
     check(out, expected, torch.bfloat16, times=1.5)
@@ -140,9 +141,12 @@ def test_norm_folded_into_products(kernels: Nvidia, dtype: torch.dtype, add: boo
         total = x + residual if add else x.clone()
         expected = normed(total, norm, 1e-5) @ weight.double().t()
         runs: list[tuple[Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]], Tensor]] = [
-            (lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, weight), expected),
-            (lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, weight, offset), expected + offset.double()),
-            (lambda a, r: kernels.add_norm_gate_up(a, r, norm, 1e-5, weight), swiglu(expected)),
+            (lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, Weight.of(weight)), expected),
+            (
+                lambda a, r: kernels.add_norm_linear(a, r, norm, 1e-5, Weight.of(weight, offset)),
+                expected + offset.double(),
+            ),
+            (lambda a, r: kernels.add_norm_gate_up(a, r, norm, 1e-5, Weight.of(weight)), swiglu(expected)),
         ]
         for run, wanted in runs:
             out, new_residual = run(x.clone(), residual.clone() if add else None)
@@ -160,7 +164,7 @@ def test_every_gemv_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> None
     candidates = product_candidates.gemv_candidates(shape)
     assert candidates
     for choice in candidates:
-        out = kernels.matmul.run(x, weight, None, choice, gate_up=gate_up)
+        out = kernels.matmul.run(x, Weight.of(weight), choice, gate_up=gate_up)
         check(out, swiglu(expected) if gate_up else expected, dtype)
 
 
@@ -178,7 +182,7 @@ def test_every_skinny_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> No
     assert any(c.fold for c in candidates) == (rows <= 32)
 
     def run(choice: choice_table.Skinny) -> tuple[Tensor, Tensor]:
-        return kernels.matmul.run_normed(x, residual.clone(), norm, 1e-6, weight, None, choice, gate_up=gate_up)
+        return kernels.matmul.run_normed(x, residual.clone(), norm, 1e-6, Weight.of(weight), choice, gate_up=gate_up)
 
     for choice in candidates:
         first, new_residual = run(choice)
@@ -204,10 +208,10 @@ def test_every_wide_candidate(kernels: Nvidia, rows: int, gate_up: bool) -> None
         for choice in kernels.matmul.candidates(shape):
             if isinstance(choice, choice_table.Wide):
                 seen.add((choice.block_o & (choice.block_o - 1) == 0, choice.split > 1))
-                first = kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up)
+                first = kernels.matmul.run(x, Weight.of(weight, offset), choice, gate_up=gate_up)
                 check(first, swiglu(expected) if gate_up else expected, dtype)
                 for _ in range(3):  # the same bits whichever program comes last
-                    assert torch.equal(first, kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up))
+                    assert torch.equal(first, kernels.matmul.run(x, Weight.of(weight, offset), choice, gate_up=gate_up))
     # At 256 these shapes are small, and all split K; where weights are the tall operand there is no tile of 48.
     whole = set() if rows > 128 else {(True, False), (False, False)} if rows >= 64 else {(True, False)}
     assert seen == {(True, True), (False, True)} | whole
@@ -221,7 +225,7 @@ def test_every_cublaslt_algorithm(kernels: Nvidia, rows: int) -> None:
     choices = [c for c in choices if isinstance(c, choice_table.CublasLt)]
     assert choices
     for choice in choices:
-        check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
+        check(kernels.matmul.run(x, Weight.of(weight), choice, gate_up=False), x.double() @ weight.double().t(), dtype)
 
 
 @pytest.mark.parametrize(("measured", "rows"), [(64, 40), (64, 33), (256, 192), (256, 160), (384, 320)])
@@ -240,7 +244,7 @@ def test_cublaslt_algorithms_run_fewer_rows_where_the_library_says_so(
     assert all(lt.can_run(measured, outputs, inner, dtype, name) for name in names)
     for name in accepted:
         choice = choice_table.CublasLt(name, lt.version)
-        check(kernels.matmul.run(x, weight, None, choice, gate_up=False), x.double() @ weight.double().t(), dtype)
+        check(kernels.matmul.run(x, Weight.of(weight), choice, gate_up=False), x.double() @ weight.double().t(), dtype)
 
 
 def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: Nvidia) -> None:
@@ -256,8 +260,8 @@ def test_a_chain_of_dependent_launches_in_a_graph_sees_fresh_inputs(kernels: Nvi
         def chain(x: Tensor = x, layers: Any = layers) -> Tensor:
             hidden, residual = x, None
             for gate_up, down, norm in layers:
-                hidden, residual = kernels.add_norm_gate_up(hidden, residual, norm, 1e-6, gate_up)
-                hidden = kernels.linear(hidden, down)
+                hidden, residual = kernels.add_norm_gate_up(hidden, residual, norm, 1e-6, Weight.of(gate_up))
+                hidden = kernels.linear(hidden, Weight.of(down))
             assert residual is not None
             return kernels.add_rms_norm(hidden, residual, layers[0][2], 1e-6)[0]
 
@@ -532,7 +536,7 @@ def test_tuned_choices_agree_with_cublas_and_survive_the_disk(kernels: Nvidia, t
     for shape in shapes:
         x, weight = randn(shape.rows, shape.inner, dtype=dtype), scaled(shape.outputs, shape.inner, dtype)
         expected = x.double() @ weight.double().t()
-        out = fresh.matmul.run(x, weight, None, fresh.matmul.choice(shape), gate_up=shape.gate_up)
+        out = fresh.matmul.run(x, Weight.of(weight), fresh.matmul.choice(shape), gate_up=shape.gate_up)
         check(out, swiglu(expected) if shape.gate_up else expected, dtype)
 
 

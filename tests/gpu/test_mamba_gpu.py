@@ -14,6 +14,7 @@ from torch import Tensor
 from models.inputs import StateRows
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting, route_sigmoid
+from parallel.layers.weight import Weight
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -175,8 +176,9 @@ def test_experts_without_a_gate(kernels: Nvidia, tokens: int) -> None:
     down = (torch.randn(experts, hidden, inner, device="cuda") * inner**-0.5).to(torch.bfloat16)
     scores, chosen = torch.rand(tokens, experts, device="cuda").topk(choices)
     chosen[-1] = -1  # goes nowhere, and nobody sees it
-    found = kernels.expert_mlp(x, up, down, scores, chosen.int(), all_experts=experts)
-    expected = REFERENCE.expert_mlp(x.float(), up.float(), down.float(), scores, chosen.int(), all_experts=experts)
+    found = kernels.expert_mlp(x, Weight.of(up), Weight.of(down), scores, chosen.int(), all_experts=experts)
+    wide = Weight.of(up.float()), Weight.of(down.float())
+    expected = REFERENCE.expert_mlp(x.float(), *wide, scores, chosen.int(), all_experts=experts)
     assert found[-1].tolist() == [0.0] * hidden
     if tokens > 1:
         check(found[:-1], expected[:-1], 1e-2, tokens)
@@ -192,7 +194,7 @@ def test_a_sigmoid_router_is_captured_and_chooses_by_exact_scores(kernels: Nvidi
     routing = SigmoidRouting(6, True, groups=8, top_groups=4, scale=2.5)
 
     def launch() -> tuple[Tensor, Tensor]:
-        return kernels.route_sigmoid(kernels.router_logits(x, weight), bias, routing, local, real, load)
+        return kernels.route_sigmoid(kernels.router_logits(x, Weight.of(weight)), bias, routing, local, real, load)
 
     launch()
     torch.cuda.synchronize()

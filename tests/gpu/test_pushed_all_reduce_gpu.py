@@ -77,10 +77,10 @@ class Layer:
         self.kernels = nvidia_kernels(torch.device("cuda", made.rank), prefill="triton")
         self.product = RowParallel(made.size * inner, width, ShardContext(made, self.kernels, BF16), bias=True)
         torch.manual_seed(made.rank)
-        self.product.weight.copy_(torch.randn(width, inner) * inner**-0.5)
+        self.product.weight.data.copy_(torch.randn(width, inner) * inner**-0.5)
         torch.manual_seed(made.size)
-        assert self.product.bias is not None
-        self.product.bias.copy_(torch.randn(width))
+        assert self.product.weight.bias is not None
+        self.product.weight.bias.copy_(torch.randn(width))
         self.norm = torch.rand(width).to(BF16)
 
     def inputs(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,7 @@ class Layer:
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        bias = self.product.bias if self.made.rank == 0 else None
-        part = self.made.all_reduce_before_norm(self.kernels.linear(x, self.product.weight, bias))
+        part = self.made.all_reduce_before_norm(self.kernels.linear(x, self.product.own))
         assert isinstance(part, PendingAllReduce)
         assert not part.pushed
         return part.normed(residual, self.norm, EPS)
@@ -113,10 +112,10 @@ class Layer:
     def check(self, choice: Choice, rows: int) -> None:
         self.choose(choice, rows)
         x, residual = self.inputs(rows, seed=rows)
-        expected = x.float() @ self.product.weight.float().T
+        expected = x.float() @ self.product.weight.data.float().T
         dist.all_reduce(expected)
-        assert self.product.bias is not None
-        expected += self.product.bias.float()
+        assert self.product.weight.bias is not None
+        expected += self.product.weight.bias.float()
         for before in (residual, None, residual):  # three: both places are used
             normed, kept = self.run(x, before)
             for found, other in zip((normed, kept), self.run_unpushed(x, before), strict=True):

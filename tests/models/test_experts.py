@@ -20,6 +20,7 @@ from models.registry import model_class
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.experts import ExpertSplit, held_experts
+from parallel.layers.weight import Weight
 from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import Op, kernels_with, plant, reference_kernels
@@ -169,7 +170,7 @@ def test_shards_cover_every_parameter_exactly_once(split: str, size: int, stored
         model = build(QWEN, SPLITS[split], rank, size)
         for parameter in model.parameters():
             parameter.zero_()
-        for padded in (model.embedding.weight, model.lm_head.weight):
+        for padded in (model.embedding.weight.data, model.lm_head.weight.data):
             padded[model.vocab_shard.rows :] = 1
         for shard in model.checkpoint_shards(stored).values():
             for piece in shard.pieces:
@@ -228,12 +229,12 @@ def test_shares_that_are_no_whole_tiles_are_padded_with_zeros(
     for rank in range(2):
         plain, padded = (sparse_mlp(load(folder, config, ExpertSplit(), rank, 2, tile)).experts for tile in (1, 16))
         share, halves = plain.share, 2 if plain.gated else 1
-        assert (share % 16, padded.down.shape[2] % 16) == (share, 0)
-        gate_up = padded.gate_up.view(len(padded.gate_up), halves, -1, padded.gate_up.shape[2])
-        assert torch.equal(gate_up[:, :, :share].flatten(1, 2), plain.gate_up)
-        assert torch.equal(padded.down[:, :, :share], plain.down)
+        assert (share % 16, padded.down.inner % 16) == (share, 0)
+        gate_up = padded.gate_up.data.view(len(padded.gate_up.data), halves, -1, padded.gate_up.inner)
+        assert torch.equal(gate_up[:, :, :share].flatten(1, 2), plain.gate_up.data)
+        assert torch.equal(padded.down.data[:, :, :share], plain.down.data)
         assert not gate_up[:, :, share:].any()
-        assert not padded.down[:, :, share:].any()
+        assert not padded.down.data[:, :, share:].any()
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -325,7 +326,8 @@ def test_expert_mlp_follows_the_formula_and_masks() -> None:
             if g >= 0:
                 gate, up = gate_up[g, :inner] @ x[t], gate_up[g, inner:] @ x[t]
                 expected[t] += weight * (down[g] @ (gate * gate.sigmoid() * up))
-    out = reference_kernels().expert_mlp(x, gate_up, down, weights, chosen.int(), all_experts=experts)
+    both = Weight.of(gate_up), Weight.of(down)
+    out = reference_kernels().expert_mlp(x, *both, weights, chosen.int(), all_experts=experts)
     torch.testing.assert_close(out, expected)
     assert out[3].tolist() == out[7].tolist() == [0.0] * hidden
 
@@ -349,7 +351,7 @@ def test_ranks_terms_add_up() -> None:
 def test_kernels_are_told_of_the_experts_of_all_ranks(split: ExpertSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
 
-    def expert_mlp(_: Op, x_TN: Tensor, *weights_and_choice: Tensor, all_experts: int) -> Tensor:
+    def expert_mlp(_: Op, x_TN: Tensor, *weights_and_choice: object, all_experts: int) -> Tensor:
         told.append(all_experts)
         return torch.zeros_like(x_TN)
 

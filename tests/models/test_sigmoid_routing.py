@@ -16,6 +16,7 @@ from models.block_pattern import Mamba2Shape
 from models.config import ModelConfig, ModelConfigError
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.layers.routed_experts import RoutedExperts
+from parallel.layers.weight import Weight
 from tests.models.tiny_checkpoint import build
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import Kernels, invariant_kernels, reference_kernels
@@ -61,7 +62,7 @@ def test_weights_and_choices_are_those_of_transformers(
     x, real = torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, dtype=torch.bool)
     _, expected, ids = theirs(x)
     kernels = reference_kernels()
-    logits = kernels.router_logits(x, theirs.weight)
+    logits = kernels.router_logits(x, Weight.of(theirs.weight))
     weights, chosen = kernels.route_sigmoid(logits, theirs.e_score_correction_bias, routing, HERE, real)
     mine, order = chosen.long().argsort(-1), ids.argsort(-1)
     assert torch.equal(chosen.gather(1, mine).long(), ids.gather(1, order))
@@ -97,7 +98,7 @@ def test_equal_scores_choose_the_lower_ids() -> None:
 def test_logits_are_not_rounded_to_the_dtype_of_activations() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(EXPERTS, 64).bfloat16()
-    found = reference_kernels().router_logits(x, weight)
+    found = reference_kernels().router_logits(x, Weight.of(weight))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
 
@@ -111,7 +112,7 @@ def test_experts_without_a_gate_follow_the_formula(kernels: Kernels) -> None:
     for t, c in product(range(5), range(2)):
         if (g := int(chosen[t, c])) >= 0:
             expected[t] += weights[t, c] * (down[g] @ (up[g] @ x[t]).clamp(min=0).square())
-    found = kernels.expert_mlp(x, up, down, weights, chosen.int(), all_experts=3)
+    found = kernels.expert_mlp(x, Weight.of(up), Weight.of(down), weights, chosen.int(), all_experts=3)
     torch.testing.assert_close(found, expected)
 
 

@@ -50,7 +50,8 @@ class RunningSum(Mixer[StateBanks]):
 
     @property
     def cache(self) -> SlotState:
-        width, dtype = self.inflow.weight.shape[0], torch.promote_types(self.inflow.weight.dtype, torch.float32)
+        weight = self.inflow.weight
+        width, dtype = weight.outputs, torch.promote_types(weight.format.dtype, torch.float32)
         return SlotState({"sum": ((width,), dtype), "latest": ((width,), dtype)})
 
     def forward(

@@ -129,8 +129,8 @@ def test_steps_are_timed_with_tokens_that_experts_compute() -> None:
     """Padding goes to no expert: timed so, a step of a sparse model would lack most of its work."""
     routed: list[int] = []
 
-    def noted(expert_mlp: Op, *tensors: Tensor, **given: Any) -> Any:
-        local_TC = tensors[-1]
+    def noted(expert_mlp: Op, *tensors: Any, **given: Any) -> Any:
+        local_TC: Tensor = tensors[-1]
         routed.append(int((local_TC >= 0).sum()))
         chosen.update(local_TC[local_TC >= 0].tolist())
         return expert_mlp(*tensors, **given)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Choice, LinearShape
+from parallel.layers.weight import Weight, plain
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ _WARM_UP_S = 0.1
 _CLOSE, _FINALISTS = 1.1, 3  # timed again: so many, of those within so many times the fastest
 _FINALIST_S = 0.06  # of each, twice
 
-Run = Callable[[Tensor, Tensor, Choice], Tensor]
+Run = Callable[[Tensor, Weight, Choice], Tensor]
 T = TypeVar("T")
 
 
@@ -40,9 +41,9 @@ class ColdProduct:
     def __init__(self, shape: LinearShape, run: Run, device: torch.device) -> None:
         self._run, self._device = run, device
         self.x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
-        copies = max(2, min(64, -(-_COLD_BYTES // (shape.outputs * shape.inner * shape.dtype.itemsize))))
+        copies = max(2, min(64, -(-_COLD_BYTES // plain(shape.dtype).nbytes(shape.outputs, shape.inner))))
         weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device)
-        self.weights = weights.mul_(shape.inner**-0.5)
+        self.weights = [Weight.of(weight) for weight in weights.mul_(shape.inner**-0.5)]
 
     def one(self, choice: Choice) -> Tensor:
         """What ``choice`` makes of the first weight. Raises what a compiler or a launch does."""

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
+from torch import Tensor
 
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
 from parallel.comm.all_reduce_dispatch import SizeLimits
+from parallel.layers.weight import Weight, plain
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class LinearShape:
     normed: bool = False
     gate_up: bool = False
 
+    @classmethod
+    def of(cls, x_MK: Tensor, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> LinearShape:
+        return cls(x_MK.shape[0], weight.outputs, weight.inner, x_MK.dtype, normed, gate_up)
+
     @property
     def bucket(self) -> LinearShape:
         """The same shape with rows rounded up to a rung of the ladders of steps: choices are kept by bucket."""
@@ -65,7 +71,7 @@ class LinearShape:
     def product(self) -> str:
         """What is multiplied, without the rows."""
         variant = (" normed" if self.normed else "") + (" gate_up" if self.gate_up else "")
-        return f"{str(self.dtype).removeprefix('torch.')} {self.outputs}x{self.inner}{variant}"
+        return f"{plain(self.dtype).name} {self.outputs}x{self.inner}{variant}"
 
     @property
     def key(self) -> str:

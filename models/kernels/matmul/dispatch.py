@@ -31,6 +31,7 @@ from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
 from models.kernels.traits import DeviceTraits, traits_of
 from models.row_buckets import LARGE_STEP
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight
 
 log = logging.getLogger(__name__)
 
@@ -81,55 +82,41 @@ class MatmulDispatch:
 
     # The operations below are those of the Kernels protocol (models/kernels/interface.py).
 
-    def linear(self, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype)
-        return self.run(x_TN, weight_ON, bias_O, self.choice(shape), gate_up=False)
+    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self.run(x_TN, weight, self.choice(LinearShape.of(x_TN, weight)), gate_up=False)
 
-    def linear_push(
-        self, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        choice = self.choice(LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype))
+    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+        choice = self.choice(LinearShape.of(x_TN, weight))
         pushed = isinstance(choice, PUSH_KERNELS) and x_TN.shape[0] <= MAX_PUSHED_ROWS
         into = buffers if pushed else None
-        return self.run(x_TN, weight_ON, bias_O, choice, gate_up=False, buffers=into), pushed
+        return self.run(x_TN, weight, choice, gate_up=False, buffers=into), pushed
 
     def add_norm_linear(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight_ON: Tensor,
-        bias_O: Tensor | None = None,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        shape = LinearShape(x_TN.shape[0], weight_ON.shape[0], weight_ON.shape[1], x_TN.dtype, normed=True)
-        choice = self.choice(shape)
-        return self.run_normed(x_TN, residual_TN, norm_N, eps, weight_ON, bias_O, choice, gate_up=False)
+        choice = self.choice(LinearShape.of(x_TN, weight, normed=True))
+        return self.run_normed(x_TN, residual_TN, norm_N, eps, weight, choice, gate_up=False)
 
-    def gate_up(self, x_TN: Tensor, gate_up_2IN: Tensor) -> Tensor:
-        rows, (outputs, inner) = x_TN.shape[0], gate_up_2IN.shape
-        shape = LinearShape(rows, outputs, inner, x_TN.dtype, gate_up=True)
-        return self.run(x_TN, gate_up_2IN, None, self.choice(shape), gate_up=True)
+    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        return self.run(x_TN, weight, self.choice(LinearShape.of(x_TN, weight, gate_up=True)), gate_up=True)
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, gate_up_2IN: Tensor
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        rows, (outputs, inner) = x_TN.shape[0], gate_up_2IN.shape
-        shape = LinearShape(rows, outputs, inner, x_TN.dtype, normed=True, gate_up=True)
-        choice = self.choice(shape)
-        return self.run_normed(x_TN, residual_TN, norm_N, eps, gate_up_2IN, None, choice, gate_up=True)
+        choice = self.choice(LinearShape.of(x_TN, weight, normed=True, gate_up=True))
+        return self.run_normed(x_TN, residual_TN, norm_N, eps, weight, choice, gate_up=True)
 
-    def gate_up_down(self, x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
         rows = x_TN.shape[0]
-        if rows <= LARGE_STEP or bias_N is not None:
-            return self.linear(self.gate_up(x_TN, gate_up_2IN), down_NI, bias_N)
+        if rows <= LARGE_STEP or down.bias is not None:
+            return self.linear(self.gate_up(x_TN, gate_up), down)
         x_TN = x_TN.contiguous()
         size = slice_rows(rows)
         for x_SN in (x_TN[start : start + size] for start in range(0, rows, size)):
-            hidden_SI = self.gate_up(x_SN, gate_up_2IN)
-            choice = self.choice(LinearShape(len(x_SN), down_NI.shape[0], down_NI.shape[1], x_SN.dtype))
-            self._library_linear(hidden_SI, down_NI, choice, x_SN)  # nobody reads this slice of x again
+            hidden_SI = self.gate_up(x_SN, gate_up)
+            choice = self.choice(LinearShape.of(x_SN, down))
+            self._library_linear(hidden_SI, down, choice, x_SN)  # this slice of x is not read again
             del hidden_SI  # or it would stand beside the next one
         return x_TN
 
@@ -229,11 +216,11 @@ class MatmulDispatch:
 
     def runner(self, shape: LinearShape) -> autotune.Run:
         if not shape.normed:
-            return lambda x, weight, choice: self.run(x, weight, None, choice, gate_up=shape.gate_up)
+            return lambda x, weight, choice: self.run(x, weight, choice, gate_up=shape.gate_up)
         residual = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=self.device)
         norm_weight = torch.ones(shape.inner, dtype=shape.dtype, device=self.device)
         return lambda x, weight, choice: self.run_normed(
-            x, residual, norm_weight, 1e-6, weight, None, choice, gate_up=shape.gate_up
+            x, residual, norm_weight, 1e-6, weight, choice, gate_up=shape.gate_up
         )[0]
 
     def can_run(self, shape: LinearShape, choice: Choice) -> bool:
@@ -282,8 +269,7 @@ class MatmulDispatch:
     def run(
         self,
         x_MK: Tensor,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
+        weight: Weight,
         choice: Choice,
         *,
         gate_up: bool,
@@ -296,24 +282,22 @@ class MatmulDispatch:
         x_MK = x_MK.contiguous()
         match choice:
             case Gemv():
-                return self._gemv(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[0]
+                return self._gemv(x_MK, None, None, 0.0, weight, choice, gate_up=gate_up, buffers=buffers)[0]
             case Skinny():
-                return self._skinny(x_MK, None, None, 0.0, weight_OK, bias_O, choice, gate_up=gate_up, buffers=buffers)[
-                    0
-                ]
+                return self._skinny(x_MK, None, None, 0.0, weight, choice, gate_up=gate_up, buffers=buffers)[0]
             case Wide():
-                return self._wide(x_MK, weight_OK, bias_O, choice, gate_up=gate_up)
-            case _ if bias_O is None:
-                out_MO = self._library_linear(x_MK, weight_OK, choice)
+                return self._wide(x_MK, weight, choice, gate_up=gate_up)
+            case _ if weight.bias is None:
+                out_MO = self._library_linear(x_MK, weight, choice)
             case _:
-                out_MO = F.linear(x_MK, weight_OK, bias_O)
+                out_MO = F.linear(x_MK, weight.data, weight.bias)
         return norm.silu_mul(out_MO, self.pdl) if gate_up else out_MO
 
-    def _library_linear(self, x_MK: Tensor, weight_OK: Tensor, choice: Choice, out_MO: Tensor | None = None) -> Tensor:
-        """By cuBLASLt's algorithm where that is the choice, else by cuBLAS; into ``out_MO`` if given."""
+    def _library_linear(self, x_MK: Tensor, weight: Weight, choice: Choice, out_MO: Tensor | None = None) -> Tensor:
+        """By cuBLASLt's algorithm where that is the choice, else by cuBLAS; into ``out_MO`` if given. No bias."""
         if isinstance(choice, CublasLt) and self._lt is not None:
-            return self._lt.run(x_MK, weight_OK, choice.algorithm, out_MO)
-        return torch.mm(x_MK, weight_OK.t(), out=out_MO)
+            return self._lt.run(x_MK, weight.data, choice.algorithm, out_MO)
+        return torch.mm(x_MK, weight.data.t(), out=out_MO)
 
     def run_normed(
         self,
@@ -321,8 +305,7 @@ class MatmulDispatch:
         residual_MK: Tensor | None,
         norm_K: Tensor,
         eps: float,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
+        weight: Weight,
         choice: Choice,
         *,
         gate_up: bool,
@@ -333,12 +316,12 @@ class MatmulDispatch:
         """
         x_MK = x_MK.contiguous()
         if isinstance(choice, Gemv):
-            return self._gemv(x_MK, residual_MK, norm_K, eps, weight_OK, bias_O, choice, gate_up=gate_up)
+            return self._gemv(x_MK, residual_MK, norm_K, eps, weight, choice, gate_up=gate_up)
         if isinstance(choice, Skinny) and choice.fold:
-            return self._skinny(x_MK, residual_MK, norm_K, eps, weight_OK, bias_O, choice, gate_up=gate_up)
+            return self._skinny(x_MK, residual_MK, norm_K, eps, weight, choice, gate_up=gate_up)
         hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, self.pdl)
         total_MK = x_MK if residual_MK is None else residual_MK
-        return self.run(hidden_MK, weight_OK, bias_O, choice, gate_up=gate_up), total_MK
+        return self.run(hidden_MK, weight, choice, gate_up=gate_up), total_MK
 
     def _gemv(
         self,
@@ -346,8 +329,7 @@ class MatmulDispatch:
         residual_MK: Tensor | None,
         norm_K: Tensor | None,
         eps: float,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
+        weight: Weight,
         choice: Gemv,
         *,
         gate_up: bool,
@@ -355,8 +337,8 @@ class MatmulDispatch:
     ) -> tuple[Tensor, Tensor]:
         return gemv.gemv(
             x_MK,
-            weight_OK,
-            bias_O,
+            weight.data,
+            weight.bias,
             norm_K=norm_K,
             eps=eps,
             residual_MK=residual_MK,
@@ -376,8 +358,7 @@ class MatmulDispatch:
         residual_MK: Tensor | None,
         norm_K: Tensor | None,
         eps: float,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
+        weight: Weight,
         choice: Skinny,
         *,
         gate_up: bool,
@@ -385,8 +366,8 @@ class MatmulDispatch:
     ) -> tuple[Tensor, Tensor]:
         return skinny.skinny(
             x_MK,
-            weight_OK,
-            bias_O,
+            weight.data,
+            weight.bias,
             self._partial,
             self._counters,
             norm_K=norm_K,
@@ -405,11 +386,11 @@ class MatmulDispatch:
             pdl=self.pdl,
         )
 
-    def _wide(self, x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, choice: Wide, *, gate_up: bool) -> Tensor:
+    def _wide(self, x_MK: Tensor, weight: Weight, choice: Wide, *, gate_up: bool) -> Tensor:
         return wide.wide(
             x_MK,
-            weight_OK,
-            bias_O,
+            weight.data,
+            weight.bias,
             self._partial,
             self._counters,
             gate_up=gate_up,

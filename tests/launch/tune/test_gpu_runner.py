@@ -18,6 +18,7 @@ from models.config import ModelConfig
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import H200
+from parallel.layers.weight import Weight
 from tests.plant import Op, kernels_with
 from tests.torchrun import python
 
@@ -49,25 +50,24 @@ class Matmul:
         return not isinstance(choice, Wide)
 
     def runner(self, shape: LinearShape) -> Any:
-        return lambda x, weight, choice: self.run(x, weight, None, choice, gate_up=False)
+        return lambda x, weight, choice: self.run(x, weight, choice, gate_up=False)
 
-    def run(self, x: Tensor, weight: Tensor, bias: None, choice: Choice, *, gate_up: bool) -> Tensor:
-        return x @ weight.T * (-1 if choice == WRONG else 1)
+    def run(self, x: Tensor, weight: Weight, choice: Choice, *, gate_up: bool) -> Tensor:
+        return x @ weight.data.T * (-1 if choice == WRONG else 1)
 
 
 def cpu_kernels() -> Any:
     """Of which products by a wrong choice are wrong."""
     matmul = Matmul()
 
-    def by_choice(linear: Op, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        (rows, inner), outputs = x_TN.shape, weight_ON.shape[0]
+    def by_choice(linear: Op, x_TN: Tensor, weight: Weight) -> Tensor:
         shapes = [
-            LinearShape(rows, outputs, inner, x_TN.dtype, normed, gate_up)
+            LinearShape.of(x_TN, weight, normed=normed, gate_up=gate_up)
             for normed in (False, True)
             for gate_up in (False, True)
         ]
         nonsense = any(matmul.choice(shape) == WRONG for shape in shapes)
-        found: Tensor = linear(x_TN, weight_ON, bias_O) * (-1 if nonsense else 1)
+        found: Tensor = linear(x_TN, weight) * (-1 if nonsense else 1)
         return found
 
     made: Any = kernels_with(linear=by_choice)
@@ -157,7 +157,7 @@ def test_candidates_alone_are_compared_though_a_norm_changes_its_input(
     matmul = made._kernels.matmul
 
     def run_normed(x: Tensor, weight: Tensor, choice: Choice) -> Tensor:
-        found: Tensor = matmul.run(x.neg_().add_(1.0), weight, None, choice, gate_up=False)
+        found: Tensor = matmul.run(x.neg_().add_(1.0), weight, choice, gate_up=False)
         return found
 
     monkeypatch.setattr(matmul, "runner", lambda shape: run_normed)

@@ -41,6 +41,7 @@ from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
+from parallel.layers.weight import Weight
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
@@ -267,7 +268,7 @@ def without_a_gate(driver: CompilingDriver) -> None:
             torch.empty(rows, hidden, dtype=torch.bfloat16, device=META),
             torch.empty(rows, choices, device=META),
         )
-        nvidia_kernels(META).expert_mlp(x, up, down, weights, weights.int(), all_experts=count)
+        nvidia_kernels(META).expert_mlp(x, Weight.of(up), Weight.of(down), weights, weights.int(), all_experts=count)
     for groups in (1, 8):
         driver.where = f"sigmoid router, {groups} groups"
         logits, numbers = torch.empty(9, count, device=META), torch.empty(count, dtype=torch.int32, device=META)
@@ -354,7 +355,7 @@ def pushing(driver: CompilingDriver) -> None:
             driver.where = str(size)
             x, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device=META) for n in (rows, 3072))
             into = FirstRank(size).push_buffers(rows, 3072, torch.bfloat16)
-            kernels.matmul.run(x, weight, None, choice, gate_up=False, buffers=into)
+            kernels.matmul.run(x, Weight.of(weight), choice, gate_up=False, buffers=into)
 
 
 def late_products(driver: CompilingDriver) -> None:
@@ -368,7 +369,7 @@ def late_products(driver: CompilingDriver) -> None:
     ):
         for late in (False, True):
             driver.where = f"late {late}"
-            kernels.matmul.run(x, weight, None, dataclasses.replace(choice, late=late), gate_up=False)
+            kernels.matmul.run(x, Weight.of(weight), dataclasses.replace(choice, late=late), gate_up=False)
 
 
 def all_reduces(driver: CompilingDriver, *sizes: int) -> None:
@@ -543,7 +544,7 @@ def small_gpus(driver: CompilingDriver) -> None:
     for tokens in (700, 8192):
         driver.where = f"experts of 30B-A3B, {tokens} tokens"
         weights = torch.empty(tokens, 8, device=META)
-        up, down = made(128, 2 * 768, 2048), made(128, 2048, 768)
+        up, down = Weight.of(made(128, 2 * 768, 2048)), Weight.of(made(128, 2048, 768))
         kernels.expert_mlp(made(tokens, 2048), up, down, weights, weights.int(), all_experts=128)
     driver.package = "models.kernels.attention."
     driver.where = "prefill attention, heads of 256"
@@ -554,7 +555,7 @@ def small_gpus(driver: CompilingDriver) -> None:
     driver.package = "models.kernels.matmul.invariant"
     for outputs in (24576, 4096):  # K whole and in segments
         driver.where = f"deterministic product of {outputs} columns"
-        same.linear(made(8192, 4096), made(outputs, 4096))
+        same.linear(made(8192, 4096), Weight.of(made(outputs, 4096)))
     driver.package = "models.kernels.recurrent.delta_chunk"
     driver.where = "gated delta net, a prompt"
     head = torch.empty(32, device=META)

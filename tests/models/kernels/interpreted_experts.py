@@ -19,6 +19,7 @@ from models.kernels.experts.grouped import most_blocks
 from models.kernels.experts.route import pairs_by_expert, route_sigmoid, route_top_k
 from models.kernels.experts.tiles import LongListTiles, Tiles
 from models.kernels.sigmoid_routing import SigmoidRouting
+from parallel.layers.weight import Weight
 from tests.models.kernels.interpreted_kernels import REFERENCE
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # the interpreter's dot does not know bfloat16
@@ -114,9 +115,8 @@ def check_mlp(
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
     found = form(x, gate_up, down, weights, chosen, False)
-    expected = REFERENCE.expert_mlp(
-        x.double(), gate_up.double(), down.double(), weights.double(), chosen, all_experts=2 * experts
-    )
+    wide = Weight.of(gate_up.double()), Weight.of(down.double())
+    expected = REFERENCE.expert_mlp(x.double(), *wide, weights.double(), chosen, all_experts=2 * experts)
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden
 

@@ -27,6 +27,7 @@ from models.kernels.attention.prefill import RepeatedTiles
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul.invariant import Tile
 from models.kernels.sigmoid_routing import SigmoidRouting
+from parallel.layers.weight import Weight
 from tests.models.kernels.interpreted_kernels import REFERENCE, TRAITS, Cache, check, randn
 from tests.models.kernels.nvidia_kernels import InvariantNvidia, check_counters, invariant_nvidia_kernels_on_cpu
 from tests.models.kernels.recurrent.delta_cases import DeltaCase
@@ -75,7 +76,7 @@ def products(kernels: InvariantNvidia) -> None:
             return matmul.linear(x, w, b, kernels._sums, kernels._counters, gate_up=g, pdl=False, **more)
 
         together = product(x, {})
-        plain = REFERENCE.linear(x, weight, bias)
+        plain = REFERENCE.linear(x, Weight.of(weight, bias))
         check(together, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, ("product", outputs, inner))
         for rows in (1, 7, 16, 33):
             picked = torch.randperm(70)[:rows]
@@ -84,12 +85,12 @@ def products(kernels: InvariantNvidia) -> None:
             for apart in (False, True):
                 same(product(x[:20], {"tile": tile, "apart": apart}), together[:20], (tile, apart, outputs, inner))
         check_counters(kernels)
-    same(kernels.linear(torch.zeros(0, 72), torch.ones(8, 72)), torch.zeros(0, 8), "no rows")
+    same(kernels.linear(torch.zeros(0, 72), Weight.of(torch.ones(8, 72))), torch.zeros(0, 8), "no rows")
 
 
 def a_split_by_rows_is_caught(kernels: InvariantNvidia) -> None:
     """The mutant: more segments for fewer rows, as the fastest kernels have it."""
-    x, weight = randn(70, 1536, dtype=torch.float32), randn(96, 1536, dtype=torch.float32)
+    x, weight = randn(70, 1536, dtype=torch.float32), Weight.of(randn(96, 1536, dtype=torch.float32))
     together = kernels.linear(x, weight)
     plain, matmul.segments_of = matmul.segments_of, lambda weight_rows, inner: 6
     few = kernels.linear(x[:7], weight)
@@ -271,7 +272,8 @@ def experts(kernels: InvariantNvidia) -> None:
     """Lists of one token and of many, in tiles for either."""
     tokens, hidden, inner, held, choices, dtype = 40, 64, 32, 4, 2, torch.float16
     x = randn(tokens, hidden, dtype=dtype)
-    gate_up, down = randn(held, 2 * inner, hidden, dtype=dtype) * 0.1, randn(held, hidden, inner, dtype=dtype) * 0.1
+    gate_up = Weight.of(randn(held, 2 * inner, hidden, dtype=dtype) * 0.1)
+    down = Weight.of(randn(held, hidden, inner, dtype=dtype) * 0.1)
     logits, local = randn(tokens, held, dtype=torch.float32), torch.arange(held, dtype=torch.int32)
     real = torch.ones(tokens, dtype=torch.bool)
 
@@ -291,7 +293,7 @@ def experts(kernels: InvariantNvidia) -> None:
 def sigmoid_router(kernels: InvariantNvidia) -> None:
     """Scores and choices of a token alone, and among others."""
     tokens, experts, routing = 9, 8, SigmoidRouting(3, True, groups=4, top_groups=2, scale=1.5, shared=1)
-    x, router = randn(tokens, 48, dtype=torch.float16), randn(experts, 48, dtype=torch.float16)
+    x, router = randn(tokens, 48, dtype=torch.float16), Weight.of(randn(experts, 48, dtype=torch.float16))
     bias, local = randn(experts, dtype=torch.float32), torch.arange(experts + 1, dtype=torch.int32)
     real = torch.ones(tokens, dtype=torch.bool)
 

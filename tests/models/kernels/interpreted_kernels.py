@@ -32,6 +32,7 @@ from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.traits import H200
+from parallel.layers.weight import Weight
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
 from tests.plant import reference_kernels
@@ -83,7 +84,7 @@ def rows(kernels: Nvidia) -> None:
             check(out, expected, dtype, ("add and norm", width))
             check(kept, total, dtype, ("residual", width))
             check(norm_kernels.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
-        table, ids = randn(24, 2500, dtype=dtype), torch.tensor([16, 15, 39, 40, 0, 2**31 - 1, 20])
+        table, ids = Weight.of(randn(24, 2500, dtype=dtype)), torch.tensor([16, 15, 39, 40, 0, 2**31 - 1, 20])
         for first, held in ((16, 24), (0, 16), (40, 0)):
             found = kernels.vocab_rows(table, ids, first, held)
             assert torch.equal(found, REFERENCE.vocab_rows(table, ids, first, held)), ("vocab rows", first, dtype)
@@ -114,14 +115,15 @@ def products(kernels: Nvidia) -> None:
             shape = LinearShape(count, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
             hidden, total = REFERENCE.add_rms_norm(x, residual, norm[0], 1e-6)
             offset = None if gate_up else bias  # no gate-up has a bias
-            plain = REFERENCE.linear(x, weight, offset)
-            after = REFERENCE.linear(hidden, weight)
+            biased, bare = Weight.of(weight, offset), Weight.of(weight)
+            plain = REFERENCE.linear(x, biased)
+            after = REFERENCE.linear(hidden, bare)
             for choice in some(shape):
                 kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
-                found = kernels.matmul.run(x, weight, offset, choice, gate_up=gate_up)
+                found = kernels.matmul.run(x, biased, choice, gate_up=gate_up)
                 check(found, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, (choice, gate_up))
                 found, kept = kernels.matmul.run_normed(
-                    x, residual.clone(), norm[0], 1e-6, weight, None, choice, gate_up=gate_up
+                    x, residual.clone(), norm[0], 1e-6, bare, choice, gate_up=gate_up
                 )
                 check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
                 check(kept, total, dtype, ("residual", choice))

@@ -21,6 +21,7 @@ from torch import Tensor
 from models.kernels.matmul.choice_table import Choice, Gemv, Skinny
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.peer_buffers import SENTINEL, PeerBuffers, peer_buffer_bytes
+from parallel.layers.weight import Weight
 from tests.models.kernels.interpreted_kernels import REFERENCE, check, interpreted_kernels, randn
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters
 
@@ -69,9 +70,10 @@ def products(emulated: Emulated, kernels: Nvidia, turn: int, dtype: torch.dtype)
         weight[0] = 0
         x[:, 0], weight[0, 0] = -1e-4, 1e-4  # their product is minus zero in float16: what empty memory holds
         bias = randn(WIDTH, dtype=dtype) if rank == 0 and turn % 2 else None
-        part = kernels.matmul.run(x, weight, bias, choice, gate_up=False, buffers=buffers)
-        check(part, REFERENCE.linear(x, weight, bias), dtype, (turn, choice))
-        assert torch.equal(part, kernels.matmul.run(x, weight, bias, choice, gate_up=False)), (turn, choice)
+        matrix = Weight.of(weight, bias)
+        part = kernels.matmul.run(x, matrix, choice, gate_up=False, buffers=buffers)
+        check(part, REFERENCE.linear(x, matrix), dtype, (turn, choice))
+        assert torch.equal(part, kernels.matmul.run(x, matrix, choice, gate_up=False)), (turn, choice)
         emulated.expect_push(rank, part + 0.0)  # minus zero is sent as zero
         emulated.check((turn, "product", rank, choice))
         yield part

@@ -31,6 +31,7 @@ from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.experts import ExpertSplit
+from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
@@ -242,7 +243,7 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
         if not isinstance(choice, Gemv | Skinny | Wide):
             continue
         x, weight = (torch.empty(n, shape.inner, dtype=shape.dtype, device=META) for n in (shape.rows, shape.outputs))
-        kernels.matmul.runner(shape)(x, weight, choice)
+        kernels.matmul.runner(shape)(x, Weight.of(weight), choice)
 
 
 def _now(work: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from models.kernels.matmul import autotune, candidates, choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import H200
 from models.row_buckets import every_bucket, power_of_two_from
+from parallel.layers.weight import Weight
 
 BF16 = torch.bfloat16
 H100 = dataclasses.replace(H200, l2_bytes=50 << 20, memory_rate=3.35e12, name="NVIDIA H100 80GB HBM3")
@@ -326,7 +327,7 @@ class _WarmingGpu:
         self._cool, self._hot, self.seconds = cool, hot, 0.0
         self.ran: choice_table.Choice | None = None
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, choice: choice_table.Choice) -> torch.Tensor:
+    def run(self, x: torch.Tensor, weight: Weight, choice: choice_table.Choice) -> torch.Tensor:
         if choice not in self._cool:
             raise RuntimeError("not on this GPU")
         self.ran = choice

@@ -15,6 +15,7 @@ from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.traits import H200
+from parallel.layers.weight import Weight
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.kernels.matmul.dispatch")
@@ -59,7 +60,7 @@ def slower(matmul: Any) -> dict[str, str]:
 def test_experts_that_torch_computes_are_told() -> None:
     """Tensor cores want multiples of 16; a rank's share of an expert's features is padded, the hidden size is not."""
     kernels = nvidia.nvidia_kernels_on_cpu(SimpleNamespace(slower={}))
-    x, up, down = torch.ones(3, 24), torch.ones(2, 32, 24), torch.ones(2, 24, 16)
+    x, up, down = torch.ones(3, 24), Weight.of(torch.ones(2, 32, 24)), Weight.of(torch.ones(2, 24, 16))
     made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), all_experts=2)
     assert made.shape == x.shape
     assert "a hidden size of 24" in kernels.slower_kernels["torch_experts"]

@@ -11,6 +11,7 @@ from parallel.comm.collectives import Collectives, PendingAllReduce, SingleRank
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
+from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with, reference_kernels
 
 BUFFERS = PeerBuffers((16, 32), torch.zeros(4, dtype=torch.int32), rank=0, rows=4, row_bytes=64)
@@ -45,11 +46,9 @@ class Pushing:
         self.pushed: list[tuple[PeerBuffers, Tensor | None]] = []
         self.kernels = kernels_with(linear_push=self.linear_push)
 
-    def linear_push(
-        self, linear: Op, buffers: PeerBuffers, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None
-    ) -> tuple[Tensor, bool]:
-        self.pushed.append((buffers, bias_O))
-        return linear(buffers, x_TN, weight_ON, bias_O)[0], True
+    def linear_push(self, linear: Op, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+        self.pushed.append((buffers, weight.bias))
+        return linear(buffers, x_TN, weight)[0], True
 
 
 def layer(collectives: Collectives, kernels: Kernels) -> RowParallel:
@@ -66,9 +65,9 @@ def test_a_pushing_product_is_given_places_and_its_all_reduce_is_told(rank: int)
     x = torch.randn(3, 3)
     part = product(x)
     assert isinstance(part, PendingAllReduce)
-    bias = product.bias if rank == 0 else None
+    bias = product.weight.bias if rank == 0 else None
     assert pushing.pushed == [(BUFFERS, bias)]
-    assert torch.equal(part.part_TN, pushing.kernels.linear(x, product.weight, bias))
+    assert torch.equal(part.part_TN, pushing.kernels.linear(x, Weight.of(product.weight.data, bias)))
     assert collectives.all_reduces == []
     part.normed(None, torch.ones(8), 1e-6)
     assert collectives.all_reduces == [(part.part_TN, True)]
@@ -110,7 +109,7 @@ def test_kernels_for_few_rows_push_few_rows(
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.matmul.dispatch import MatmulDispatch
 
-    x, weight = torch.randn(rows, 8), torch.randn(4, 8)
+    x, weight = torch.randn(rows, 8), Weight.of(torch.randn(4, 8))
     asked = []
 
     def product(self: object, *rest: object, buffers: PeerBuffers | None = None, **options: object) -> Tensor:
@@ -120,8 +119,8 @@ def test_kernels_for_few_rows_push_few_rows(
     matmul = object.__new__(MatmulDispatch)
     matmul._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
     monkeypatch.setattr(MatmulDispatch, "run", product)
-    assert matmul.linear_push(BUFFERS, x, weight, None) == (x, pushes)
-    assert asked == [((x, weight, None, choice), BUFFERS if pushes else None)]
+    assert matmul.linear_push(BUFFERS, x, weight) == (x, pushes)
+    assert asked == [((x, weight, choice), BUFFERS if pushes else None)]
 
 
 def test_a_kernel_without_places_is_given_none_of_them() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import Rotation
 from models.kernels.reference import into
+from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with
 
 
@@ -89,19 +90,19 @@ def prefill_attention(_: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAtt
 def expert_mlp(
     _: Op,
     x_TN: Tensor,
-    gate_up_G2IN: Tensor,
-    down_GNI: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights_TC: Tensor,
     local_TC: Tensor,
     *,
     all_experts: int,
 ) -> Tensor:
-    chosen_GTC = local_TC == torch.arange(len(down_GNI))[:, None, None]
+    chosen_GTC = local_TC == torch.arange(len(down.data))[:, None, None]
     weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
-    up_GTX = x_TN @ gate_up_G2IN.mT
-    gated = up_GTX.shape[2] > down_GNI.shape[2]
+    up_GTX = x_TN @ gate_up.data.mT
+    gated = up_GTX.shape[2] > down.inner
     inner_GTI = silu_mul(_, up_GTX) if gated else up_GTX.relu().square()
-    term_GTN = inner_GTI @ down_GNI.mT * weight_GT1
+    term_GTN = inner_GTI @ down.data.mT * weight_GT1
     return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
 
 

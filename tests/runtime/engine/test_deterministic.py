@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models.batch_invariance import missing_invariance, missing_operations
 from models.kernels.select import select_kernels
+from parallel.layers.weight import Weight
 from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.proposer import Proposed
@@ -149,12 +150,13 @@ def test_scores_of_prompts_too() -> None:
     assert len(found[0]) == 4  # of six, one asks for nothing and one has a single token
 
 
-def splits_by_rows(linear: Op, x_TN: Tensor, weight_ON: Tensor, bias_O: Tensor | None = None) -> Any:
+def splits_by_rows(linear: Op, x_TN: Tensor, weight: Weight) -> Any:
     """The mutant: for few rows a sum over K in two halves, as the fastest kernels of a GPU have it."""
     if x_TN.shape[0] > 1:
-        return linear(x_TN, weight_ON, bias_O)
-    half = x_TN.shape[1] // 2
-    return F.linear(x_TN[:, :half], weight_ON[:, :half], bias_O) + F.linear(x_TN[:, half:], weight_ON[:, half:])
+        return linear(x_TN, weight)
+    first, second = weight.data.tensor_split(2, 1)
+    half = first.shape[1]
+    return F.linear(x_TN[:, :half], first, weight.bias) + F.linear(x_TN[:, half:], second)
 
 
 def test_a_split_that_depends_on_the_rows_is_caught() -> None:

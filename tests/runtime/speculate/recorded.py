@@ -147,7 +147,7 @@ class Drafter:
         assert self.recorder is not None
         target = self.recorder.model
         weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
-        embedding, head = target.embedding.weight, target.lm_head.weight
+        embedding, head = target.embedding.weight.data, target.lm_head.weight.data
         if self.kind == "mtp":
             states = tokens, hidden_LN, count, self.ids
             return tuple(serial_oracle.mtp_guesses(weights, self.config, embedding, head, *states))

@@ -81,7 +81,7 @@ class Head(Drafter):
         assert self.recorder is not None
         target = self.recorder.model
         weights = {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
-        embedding = target.embedding.weight
+        embedding = target.embedding.weight.data
         return tuple(serial_oracle.eagle3_guesses(weights, self.config, embedding, tokens, features_LF, count))
 
 

@@ -82,7 +82,7 @@ def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> Non
     assert drafter.rounds == of_one_rank
     layers = drafter.recorder.inner._draft.layers  # type: ignore[union-attr]
     held = {"qwen3-next": (4, 32, 24) if whole else (8, 16, 24), "nemotron-h": (10, 12, 24)}
-    assert layers[-1].mlp.experts.gate_up.shape == held[family], "with two parts of the shared expert beside eight"
+    assert layers[-1].mlp.experts.gate_up.data.shape == held[family], "with two parts of the shared expert beside eight"
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class DrawnDrafter(Drafter):
         target = self.recorder.model
         weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
         hidden_LN, features_LF = target_states(target, tokens[:-1])
-        embedding = target.embedding.weight
+        embedding = target.embedding.weight.data
         if self.kind == "mtp":
             states = list(hidden_LN)
             for number in range(len(guesses)):
@@ -96,7 +96,7 @@ class DrawnDrafter(Drafter):
             mask = self.config["dflash_config"]["mask_token_id"]
             block = embedding[torch.tensor([tokens[-1], *[mask] * len(guesses)])]
             out_QN = serial_oracle.dflash_block(weights, self.config, features_LF, block)[1:]
-        scores_QV = out_QN @ target.lm_head.weight.T / temperature
+        scores_QV = out_QN @ target.lm_head.weight.data.T / temperature
         if self.ids is not None:
             others = [id_ for id_ in range(VOCABULARY) if id_ not in self.ids]
             scores_QV[:, others] = float("-inf")
