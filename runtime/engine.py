@@ -386,7 +386,7 @@ class Engine:
     @property
     def occupancy(self) -> Occupancy:
         """How full this rank's group is after the latest turn. A block that only a cached prefix needs is not used."""
-        scheduler, pool = self.scheduler, self.scheduler.resources.pool
+        scheduler, pool = self.scheduler, self.scheduler.pool
         waiting, idle = scheduler.waiting, scheduler.waiting + scheduler.parked
         return Occupancy(scheduler.unfinished - idle, waiting, pool.count - pool.free_count, pool.count)
 

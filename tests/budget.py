@@ -84,7 +84,7 @@ SLOWER: tuple[str, ...] = (
     "tests/runtime/observe/test_observer.py",
     "tests/runtime/schedule/test_blocks.py",
     "tests/runtime/schedule/test_fuzz.py",
-    "tests/runtime/schedule/test_resources.py",
+    "tests/runtime/schedule/test_ledger.py",
     "tests/runtime/schedule/test_sessions.py",
     "tests/runtime/schedule/test_shares.py",
     "tests/runtime/schedule/test_sharing.py",

@@ -1,16 +1,18 @@
-"""The scheduler: three verbs over resources and a planner.
+"""The scheduler: three verbs over a ledger and a planner.
 
-Knows: what an event and a landed result change. planner.py makes the steps, resources.py keeps what requests hold.
+Knows: what an event and a landed result change. planner.py makes the steps, ledger.py keeps what requests hold.
 Does not know: devices, time, other ranks.
 It is a pure state machine: the same events and results in the same order give the same plans on every rank (law 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from runtime.schedule import admission, prefix
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import SchedulerConfig
+from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import (
     Admit,
     Branch,
@@ -28,7 +30,6 @@ from runtime.schedule.plan import (
 )
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import FinishReason
-from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.sessions import Sessions
 from runtime.schedule.states import State
@@ -39,25 +40,20 @@ _ERROR = int(FinishReason.ERROR)
 
 
 class Scheduler:
-    """``submit(event)``, ``plan()``, ``land(step, result)``; see chain.py for the rules they keep.
+    """``submit(event)``, ``plan()``, ``land(step, result)``; see chain.py for the rules they keep."""
 
-    ``resources`` and ``planner`` are the classes of its two parts.
-    """
-
-    def __init__(
-        self, config: SchedulerConfig, resources: type[Resources] = Resources, planner: type[Planner] = Planner
-    ) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.resources = resources(config)
-        self.planner = planner(config, self.resources)
-        self.sessions = Sessions(self.resources)
-        self.pool = self.resources.pool
-        self.slots = self.resources.slots
-        self.chain = self.resources.chain
-        self.digest = self.resources.digest
-        self.counters = self.resources.counters
-        self._rows_told: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
-        self._ids_told: list[int] = []
+        self.ledger = Ledger(config)
+        self.planner = Planner(self.ledger)
+        self.sessions = Sessions(self.ledger)
+        self.pool = self.ledger.pool
+        self.slots = self.ledger.slots
+        self.chain = self.ledger.chain
+        self.digest = self.ledger.digest
+        self.counters = self.ledger.counters
+        self._rows_reported: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
+        self._ids_reported: list[int] = []
         self._steady: SteadyRows | None = None  # of the latest landing, where the one before had the same rows
 
     @property
@@ -68,17 +64,17 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Requests that were submitted and have not ended."""
-        return len(self.resources.sequences)
+        return len(self.ledger.sequences)
 
     @property
     def parked(self) -> int:
         """Sessions that wait for a Continue or Extend."""
-        return len(self.resources.by_state[State.PARKED])
+        return len(self.ledger.by_state[State.PARKED])
 
     @property
     def waiting(self) -> int:
         """Requests without a slot: those in the queue, and answers that are joining others."""
-        return self.resources.waiting + len(self.resources.by_state[State.JOINING])
+        return self.ledger.waiting + len(self.ledger.by_state[State.JOINING])
 
     @property
     def quiescent(self) -> bool:
@@ -87,29 +83,29 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AccountingError unless all that requests hold is accounted for. For tests and debugging."""
-        self.resources.check()
+        self.ledger.check()
 
     def submit(self, event: Event) -> tuple[Finished, ...]:
         """Apply one agreed event; returns the requests that it ended at once."""
         if isinstance(event, Admit):
-            return self.resources.arrive(event.request, event.quantum, keep=event.keep)
+            return admission.arrive(self.ledger, event.request, event.quantum, keep=event.keep)
         if isinstance(event, Continue | Extend | Branch):
             self.sessions.submit(event)
             return ()
         if isinstance(event, ResetPrefixCache):
-            self.resources.reset_prefixes()
+            prefix.reset(self.ledger)
             return ()
-        sequence = self.resources.sequences.get(event.request_id)
+        sequence = self.ledger.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))
         if sequence is None:
             return ()
         if isinstance(event, Cancel):
             self.counters.cancels += 1
-            return (self.resources.end(sequence, event.reason),)
+            return (self.ledger.end(sequence, event.reason),)
         if isinstance(event, Pause):
-            self.resources.pause(sequence)
+            self.ledger.pause(sequence)
         else:
-            self.resources.resume(sequence)
+            self.ledger.resume(sequence)
         return ()
 
     @property
@@ -125,12 +121,12 @@ class Scheduler:
 
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
         """Session notifications since the last call, and sessions that were closed for lack of room."""
-        resources = self.resources
-        if not (resources.notices or resources.closed):
+        ledger = self.ledger
+        if not (ledger.notices or ledger.closed):
             return (), ()
-        taken = tuple(resources.notices), tuple(resources.closed)
-        resources.notices.clear()
-        resources.closed.clear()
+        taken = tuple(ledger.notices), tuple(ledger.closed)
+        ledger.notices.clear()
+        ledger.closed.clear()
         return taken
 
     def plan(self) -> StepPlan | None:
@@ -141,7 +137,8 @@ class Scheduler:
             self.chain.launch(Flight(self.chain.step, None, (), self.slots.version))
             return None
         plan, rows = planned
-        self.resources.planned(plan, rows)
+        if plan.chunks:
+            prefix.planned(self.ledger, plan, rows)
         self.counters.planned(plan, self.chain, "")
         self.chain.launch(Flight(plan.step, plan, rows, self.slots.version))
         return plan
@@ -153,7 +150,7 @@ class Scheduler:
             output = self._apply(flight, flight.plan, result)
         else:
             output = StepOutput(step)
-        self.resources.landed(step)
+        self.ledger.landed(step)
         self.sessions.landed(step)
         return output
 
@@ -167,18 +164,16 @@ class Scheduler:
         ends = any(result.finish)
         if ends and _ERROR in result.finish:
             self._distrust_broken(flight, plan, result)
-        if flight.slot_version == self.slots.version and not ends and all(counts):
-            if not wide:
-                return self._apply_plain(flight, result)
-            self._steady = None
-            if decode_rows == len(flight.rows):
-                return self._apply_windows(flight, width, result)
+        same_slots = flight.slot_version == self.slots.version
+        all_continue = same_slots and not ends and all(counts)
+        if all_continue and not wide:
+            return self._apply_plain(flight, result)
         self._steady = None
+        if all_continue and decode_rows == len(flight.rows):
+            return self._apply_windows(flight, width, result)
         rows: list[SequenceState | None] = list(flight.rows)
-        ghosts: list[int] = []
-        if flight.slot_version != self.slots.version:
-            ghosts = self._drop_ghosts(rows, plan, result)
-        done = []
+        ghosts = [] if same_slots else self._drop_ghosts(rows, plan, result)
+        done: list[Finished] = []
         gains: list[int] = []  # of live rows
         last_gains: list[int] = []  # of those that ended
         barren: list[tuple[SequenceState, int]] = []
@@ -203,11 +198,8 @@ class Scheduler:
                     gains.append(count)
                     if code:
                         last_gains.append(count)
-            if code and self._parks(sequence, FinishReason(code)):
-                assert sequence.session is not None
-                self.sessions.over(sequence, sequence.session, FinishReason(code))
-            elif code:
-                done.append(self._end_as_reported(sequence, FinishReason(code)))
+            if code:
+                done += self._end_or_park(sequence, FinishReason(code))
             elif len(sequence.tokens) > sequence.publish_at:
                 self._gained(sequence, plan, i)
         for sequence, hoped_for in barren:
@@ -230,15 +222,15 @@ class Scheduler:
         steady = self._steady
         if steady is not None and steady.rows is flight.rows:
             steady.land(result.tokens)
-            return self._told(flight, 1, result)
+            return self._all_continue(flight, 1, result)
         for sequence, token in zip(flight.rows, result.tokens, strict=True):
             tokens = sequence.tokens
             tokens.append(token)
             if len(tokens) > sequence.publish_at:
-                self.resources.gained(sequence)
-        again = flight.rows is self._rows_told
-        self._steady = SteadyRows(flight.rows, self.resources.gained) if again else None
-        return self._told(flight, 1, result)
+                prefix.gained(self.ledger, sequence)
+        again = flight.rows is self._rows_reported
+        self._steady = SteadyRows(flight.rows, self.ledger) if again else None
+        return self._all_continue(flight, 1, result)
 
     def _apply_to_plain_rows(self, flight: Flight, ghosts: Sequence[int], result: StepResult) -> list[int]:
         """The same for such rows of a step of width 1; returns the indices of the others.
@@ -256,7 +248,7 @@ class Scheduler:
                 held = sequence.tokens
                 held.append(token)
                 if len(held) > sequence.publish_at:
-                    self.resources.gained(sequence)
+                    prefix.gained(self.ledger, sequence)
             begin = end + 1
         return in_order
 
@@ -272,9 +264,9 @@ class Scheduler:
             sequence.rounds += 1
             sequence.accepted += count - 1
             if len(tokens) > sequence.publish_at:
-                self.resources.gained(sequence)
+                prefix.gained(self.ledger, sequence)
         self._windows_landed(width, counts)
-        return self._told(flight, width, result)
+        return self._all_continue(flight, width, result)
 
     def _windows_landed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> None:
         """Live rows of a verification step appended so many tokens each; ``last_gains``: of those that ended."""
@@ -282,14 +274,14 @@ class Scheduler:
         if self.planner.speculation is not None:
             self.planner.speculation.landed(width, len(gains), kept)
 
-    def _told(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
+    def _all_continue(self, flight: Flight, width: int, result: StepResult) -> StepOutput:
         """Output of a step whose rows are all live and continue."""
-        if flight.rows is not self._rows_told:
-            self._rows_told = flight.rows
-            self._ids_told = [sequence.request.request_id for sequence in flight.rows]
+        if flight.rows is not self._rows_reported:
+            self._rows_reported = flight.rows
+            self._ids_reported = [sequence.request.request_id for sequence in flight.rows]
         return StepOutput(
             step=flight.step,
-            request_ids=self._ids_told,
+            request_ids=self._ids_reported,
             tokens=result.tokens,
             counts=result.counts,
             width=width,
@@ -297,27 +289,24 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
         )
 
-    @staticmethod
-    def _parks(sequence: SequenceState, reason: FinishReason) -> bool:
-        """Whether it is a session at the end of its quota that parks instead of ending."""
-        session = sequence.session
-        if session is None or reason is FinishReason.ERROR:
-            return False
-        complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length
-        return session.keep or not complete
-
-    def _end_as_reported(self, sequence: SequenceState, reason: FinishReason) -> Finished:
-        if reason is not FinishReason.ERROR:
-            return self.resources.end(sequence, reason)
-        known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
-        detail = f"the logits after {known} tokens ({prompt} of them prompt) are not finite: no token can be drawn"
-        return self.resources.end(sequence, reason, detail)
+    def _end_or_park(self, sequence: SequenceState, reason: FinishReason) -> tuple[Finished, ...]:
+        """A request ends. A session at the end of its quota parks, unless its answer is complete and it is not kept."""
+        session, detail = sequence.session, ""
+        if reason is FinishReason.ERROR:
+            known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
+            detail = f"the logits after {known} tokens ({prompt} of them prompt) are not finite: no token can be drawn"
+        elif session is not None:
+            complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length
+            if session.keep or not complete:
+                self.sessions.over(sequence, session, reason)
+                return ()
+        return (self.ledger.end(sequence, reason, detail),)
 
     def _distrust_broken(self, flight: Flight, plan: StepPlan, result: StepResult) -> None:
         """Before anything else of a step is applied. A ghost with non-finite logits counts, too."""
         for sequence, slot, epoch, code in zip(flight.rows, plan.slots, plan.epochs, result.finish, strict=True):
             if code == _ERROR:
-                self.resources.distrust(sequence, ghost=self._is_ghost(slot, epoch))
+                prefix.distrust(self.ledger, sequence, ghost=self._is_ghost(slot, epoch))
 
     def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
         """Returns their numbers."""
@@ -339,24 +328,24 @@ class Scheduler:
         certain = sequence.planned_tokens - sequence.uncertain_tokens
         over = sequence.session is not None and sequence.session.over is not None
         if sequence.state is State.DRAINING and certain < sequence.max_length and not over:
-            self.resources.fall_short(sequence)
+            self.ledger.fall_short(sequence)
 
     def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
         """Its first token since its admission, or enough of them for a full block; nothing for a chunk in between."""
         if plan.draws(row):
-            self.resources.gained(sequence)
+            prefix.gained(self.ledger, sequence)
 
 
 class SteadyRows:
     """``land`` for consecutive steps of ``rows``, all live and continuing; discarded after any other landing.
 
-    ``gained`` is called for a row whose ``publish_at`` is passed, in the order of rows. Rows are checked only when that
-    may be so: with 256 rows a check in each step, and finding each row's tokens, would be half of the landing.
+    A row whose ``publish_at`` is passed publishes its blocks (prefix.py), in the order of rows. Rows are checked only
+    when that may be so: with 256 rows, a check in each step and the look-up of tokens would be half of the landing.
     """
 
-    def __init__(self, rows: tuple[SequenceState, ...], gained: Callable[[SequenceState], None]) -> None:
+    def __init__(self, rows: tuple[SequenceState, ...], ledger: Ledger) -> None:
         self.rows = rows
-        self._gained = gained
+        self._ledger = ledger
         self._appends = [sequence.tokens.append for sequence in rows]
         self._landings = 0
         self._due: dict[int, list[int]] = {}  # by landing, the rows to look at then
@@ -371,7 +360,7 @@ class SteadyRows:
         for row in sorted(self._due.pop(self._landings, ())):
             sequence = self.rows[row]
             if len(sequence.tokens) > sequence.publish_at:
-                self._gained(sequence)
+                prefix.gained(self._ledger, sequence)
             self._look_again(row)
 
     def _look_again(self, row: int) -> None:

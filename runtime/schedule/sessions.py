@@ -1,7 +1,7 @@
 """Sessions: requests that pause after a token quota and resume, or get another user turn, on command.
 
 Knows: turns, quotas and budgets; what Continue, Extend and Branch change; how a session comes to be parked.
-Does not know: rows of steps (planner.py), how slots and blocks change hands (resources.py), callers, text.
+Does not know: rows of steps (planner.py), how slots and blocks change hands (ledger.py), callers, text.
 
     Admit(quantum) -> ... -> its quota ended, by length or by a stop id       the device has masked the row
                              the last step with a row of it has landed        PARKED: slot, blocks, device state stay
@@ -19,10 +19,11 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
+from runtime.schedule import prefix, reservation, session_rules
 from runtime.schedule.fence import Fence
+from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import Branch, Continue, Extend, Parked, Refused
 from runtime.schedule.request import FinishReason
-from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState, Session
 from runtime.schedule.states import State, Trigger
 
@@ -31,10 +32,10 @@ _OVER_BY = {FinishReason.NONE: "its quantum", FinishReason.STOP: "a stop", Finis
 
 
 class Sessions:
-    """Applies events and landed results to sessions; ``resources`` holds them and their ``notices``."""
+    """Applies events and landed results to sessions; ``ledger`` holds them and their ``notices``."""
 
-    def __init__(self, resources: Resources) -> None:
-        self._resources = resources
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._parking: Fence[SequenceState] = Fence()
         self._count = 0  # times that a session was parked or resumed
 
@@ -42,14 +43,14 @@ class Sessions:
 
     def submit(self, event: Continue | Extend | Branch) -> None:
         """Apply it, or note why it was refused."""
-        resources = self._resources
+        ledger = self._ledger
         about = event.parent if isinstance(event, Branch) else event.request_id
-        sequence = resources.sequences.get(about)
+        sequence = ledger.sequences.get(about)
         why = self._refusal(event, sequence)
-        resources.digest.fold(resources.chain.step, type(event).__name__, (event.request_id, about, why is None))
+        ledger.digest.fold(ledger.chain.step, type(event).__name__, (event.request_id, about, why is None))
         if why is not None or sequence is None or sequence.session is None:
-            resources.counters.session_refusals += 1
-            resources.notices.append(Refused(event.request_id, type(event).__name__, why or ""))
+            ledger.counters.session_refusals += 1
+            ledger.notices.append(Refused(event.request_id, type(event).__name__, why or ""))
         elif isinstance(event, Continue):
             self._continue(sequence, sequence.session, event.tokens)
         elif isinstance(event, Extend):
@@ -79,26 +80,26 @@ class Sessions:
         return None
 
     def _extend_refusal(self, event: Extend, sequence: SequenceState) -> str | None:
-        resources = self._resources
+        ledger = self._ledger
         if sequence.state is not State.PARKED:
             return f"it is {sequence.state.value}: only a parked session can be extended"
-        known, new, most = sequence.landed_tokens, len(event.token_ids), resources.limits.max_model_len
+        known, new, most = sequence.landed_tokens, len(event.token_ids), ledger.limits.max_model_len
         if not new or event.max_tokens < 1:
             return "needs at least one token and max_tokens >= 1"
         if known + new >= most:
             return f"it has {known} tokens and would get {new} more, max_model_len is {most}"
-        return resources.session_refusal(min(known + new + event.max_tokens, most), beside=sequence)
+        return session_rules.refusal(ledger, min(known + new + event.max_tokens, most), sequence)
 
     def _branch_refusal(self, event: Branch, parent: SequenceState, session: Session) -> str | None:
         if parent.state is not State.PARKED:
             return f"it is {parent.state.value}: only a parked session can be forked"
-        if event.request_id in self._resources.sequences:
+        if event.request_id in self._ledger.sequences:
             return f"request id {event.request_id} is in use"
-        return self._resources.session_refusal(session.budget_length)
+        return session_rules.refusal(self._ledger, session.budget_length)
 
     def _continue(self, sequence: SequenceState, session: Session, tokens: int) -> None:
-        resources = self._resources
-        resources.counters.session_continues += 1
+        ledger = self._ledger
+        ledger.counters.session_continues += 1
         session.wanted_length = min(session.wanted_length + tokens, session.budget_length)
         if sequence.state is State.PARKED:
             self._go_on(sequence, session)
@@ -107,9 +108,9 @@ class Sessions:
         elif sequence.state in _PLANNED_FURTHER and (session.revive or sequence.planned_tokens < sequence.max_length):
             sequence.max_length = session.wanted_length
             if not (session.revive or session.extends):
-                resources.update_slot(sequence, revive=False)
+                ledger.update_slot(sequence, revive=False)
             if sequence.state is State.DECODE:
-                resources.set_wake(sequence)
+                reservation.set_wake(ledger, sequence)
 
     def _go_on(self, sequence: SequenceState, session: Session) -> None:
         """From PARKED: a row again as soon as there is room."""
@@ -118,15 +119,15 @@ class Sessions:
         sequence.max_length = session.wanted_length
         if sequence.slot:
             session.revive = not session.extends
-            self._resources.move(sequence, Trigger.CONTINUE)
+            self._ledger.move(sequence, Trigger.CONTINUE)
         else:
-            self._resources.move(sequence, Trigger.CONTINUE_WAITING)
-            self._resources.queue.push(sequence)
+            self._ledger.move(sequence, Trigger.CONTINUE_WAITING)
+            self._ledger.queue.push(sequence)
 
     def _extend(self, sequence: SequenceState, session: Session, event: Extend) -> None:
         """All known tokens become prompt. Blocks are trusted again once a further token has landed."""
-        resources = self._resources
-        resources.counters.session_extends += 1
+        ledger = self._ledger
+        ledger.counters.session_extends += 1
         known = sequence.landed_tokens
         sequence.tokens.extend(event.token_ids)
         sampling, most = sequence.request.sampling, event.max_tokens
@@ -135,7 +136,7 @@ class Sessions:
         sequence.request = replace(sequence.request, prompt_token_ids=array("i", sequence.tokens), sampling=sampling)
         length = sequence.planned_tokens = sequence.score_at = sequence.landed_tokens
         session.epoch += 1
-        session.budget_length = min(length + event.max_tokens, resources.limits.max_model_len)
+        session.budget_length = min(length + event.max_tokens, ledger.limits.max_model_len)
         session.wanted_length = min(length + event.tokens, session.budget_length)
         sequence.trusted = sequence.borrowed = False
         sequence.publish_at = 0
@@ -146,55 +147,55 @@ class Sessions:
     def _branch(self, parent: SequenceState, session: Session, event: Branch) -> None:
         """Copy what the parent holds; if that is impossible the child holds nothing, and shares the parent's blocks
         through the prefix index when it resumes."""
-        resources = self._resources
-        resources.counters.session_forks += 1
-        child = resources.copy_of(parent, event.request_id)
+        ledger = self._ledger
+        ledger.counters.session_forks += 1
+        child = session_rules.copy_of(ledger, parent, event.request_id)
         if event.scored and child.request.sampling.logprobs is None:
             child.request = replace(child.request, sampling=replace(child.request.sampling, logprobs=0))
         child.session = replace(session, epoch=1, revive=False)
-        resources.sessions[event.request_id] = child
+        ledger.sessions[event.request_id] = child
         self._park(child, child.session)
-        if not resources.seat_copy(parent, child):
-            resources.counters.session_forks_without_copy += 1
+        if not session_rules.admit_copy(ledger, parent, child):
+            ledger.counters.session_forks_without_copy += 1
 
     # ---- landing ----
 
     def over(self, sequence: SequenceState, session: Session, reason: FinishReason) -> None:
         """The device has ended its quota. It is parked once none of its steps is in flight."""
-        resources = self._resources
-        resources.gained(sequence)
+        ledger = self._ledger
+        prefix.gained(ledger, sequence)
         spent = sequence.landed_tokens >= session.budget_length
         session.over = FinishReason.NONE if reason is FinishReason.LENGTH and not spent else reason
         if sequence.state is State.EVICTING:  # it is parked when its fence opens
             return
         if sequence.state is not State.DRAINING:
-            resources.move(sequence, Trigger.QUANTUM_OVER)
-        if resources.chain.landed_after(sequence.last_step):
+            ledger.move(sequence, Trigger.QUANTUM_OVER)
+        if ledger.chain.landed_after(sequence.last_step):
             self._park(sequence, session)
         else:
             self._parking.hold(sequence.last_step, sequence)
 
     def landed(self, step: int) -> None:
-        """``step`` has landed, and the resources have opened their fences."""
+        """``step`` has landed, and the ledger has opened its fences."""
         for sequence in self._parking.landed(step):
             if sequence.state is State.DRAINING and sequence.session is not None:
                 self._park(sequence, sequence.session)
-        evicted, self._resources.evicted_sessions = self._resources.evicted_sessions, []
+        evicted, self._ledger.evicted_sessions = self._ledger.evicted_sessions, []
         for sequence in evicted:
             if sequence.state is State.PARKED and sequence.session is not None:
                 self._park(sequence, sequence.session)
 
     def _park(self, sequence: SequenceState, session: Session) -> None:
-        resources = self._resources
+        ledger = self._ledger
         self._count += 1
         session.parked_at = self._count
         if sequence.state is not State.PARKED:
-            resources.move(sequence, Trigger.PARK)
+            ledger.move(sequence, Trigger.PARK)
         if session.over is FinishReason.NONE and session.wanted_length > sequence.max_length:
             self._go_on(sequence, session)
             return
-        resources.counters.session_parks += 1
+        ledger.counters.session_parks += 1
         answered = sequence.landed_tokens - len(sequence.request.prompt_token_ids)
         id_, over = sequence.request.request_id, session.over or FinishReason.NONE
-        resources.digest.fold(resources.chain.step, "park", (id_, int(over), answered))
-        resources.notices.append(Parked(id_, session.epoch, over, answered))
+        ledger.digest.fold(ledger.chain.step, "park", (id_, int(over), answered))
+        ledger.notices.append(Parked(id_, session.epoch, over, answered))

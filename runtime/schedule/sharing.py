@@ -1,7 +1,7 @@
 """Sharing: which blocks of a prompt are cached already, or about to be written, and need not be computed.
 
 Knows: what is looked up and when, who writes a block that another prompt needs, how long that one waits for it.
-Does not know: how blocks change hands (resources.py), the index itself (blocks.py), which rows make a step.
+Does not know: how blocks change hands (prefix.py), the index itself (blocks.py), which rows make a step.
 
     plan(N)      a chunk of A is cut: its last full blocks are written by step N
                  B, whose next block is among them, waits: it gets no chunk in this plan

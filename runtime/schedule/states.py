@@ -1,7 +1,7 @@
 """A request's states and what moves it from one to the next.
 
 Knows: the transition table. Does not know: what a request holds in a state (sequence.py), or when a trigger comes
-(resources.py, planner.py). An illegal (state, trigger) raises IllegalTransition, which names both, and changes nothing.
+(ledger.py, planner.py). An illegal (state, trigger) raises IllegalTransition, which names both, and changes nothing.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def test_a_request_that_ends_early_is_no_measurement() -> None:
 def test_a_rejected_request_is_no_measurement() -> None:
     prompts = random_prompts(3, 10, 9, VOCABULARY, seed=1)
     with rig(rows=4) as engine:
-        engine.scheduler.resources.config = replace(
-            engine.scheduler.resources.config, max_waiting=1
+        engine.scheduler.ledger.config = replace(
+            engine.scheduler.ledger.config, max_waiting=1
         )  # fewer than the client knows of
         trace = run_requests(EngineClient(engine, text=False), prompts)
     with pytest.raises(BenchError, match="request 1 ended by rejected after 0 of 9 tokens: 1 requests are waiting"):

@@ -110,7 +110,7 @@ class ScriptedEngine:
     def check_all_is_back(self) -> None:
         """Nothing is held, running or parked."""
         self.scheduler.check()
-        assert (self.scheduler.unfinished, len(self.scheduler.resources.sessions)) == (0, 0)
+        assert (self.scheduler.unfinished, len(self.scheduler.ledger.sessions)) == (0, 0)
         assert self.scheduler.pool.free_count == self.scheduler.config.blocks
 
 

@@ -287,7 +287,7 @@ def test_the_probe_commits_nothing() -> None:
         "verb": "SCHED_PROBE", "sessions": 2, "tokens": 2, "mismatches": 2, "logprob_difference": None
     }  # fmt: skip
     assert client.ask("LIST_REQUESTS") == before
-    assert len(engine.scheduler.resources.sessions) == 2, "the forks are gone"
+    assert len(engine.scheduler.ledger.sessions) == 2, "the forks are gone"
     for request in (1, 2):
         client.ask(f"REQ {request} CONTINUE 17")
     client.run_until_idle()

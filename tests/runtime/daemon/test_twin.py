@@ -51,7 +51,7 @@ def talk(probes: int, **limits: Any) -> tuple[Listener[Engine], list[Frame]]:
                     client.run_until_idle()
                     said.append(client.frames[-1])
                 assert client.ask("LIST_REQUESTS") == before
-                assert len(engine.scheduler.resources.sessions) == len(SESSIONS), "its forks are gone"
+                assert len(engine.scheduler.ledger.sessions) == len(SESSIONS), "its forks are gone"
             for request in SESSIONS:
                 client.ask(f"REQ {request} {further}")
             client.run_until_idle()

@@ -116,7 +116,7 @@ class Slots:
         slots = engine.scheduler.slots
         free = set(slots._free)
         in_flight = {slot for flight in engine._in_flight if flight.planned for slot in flight.planned.slots}
-        held = {one.slot for one in engine.scheduler.resources.sequences.values() if one.slot}
+        held = {one.slot for one in engine.scheduler.ledger.sequences.values() if one.slot}
         assert not free & in_flight, "a slot is free while a step in flight may touch it"
         assert set(range(1, slots.count + 1)) == free | in_flight | held, "a slot is kept after its last step landed"
         for plan in self._life.plans[self._plans :]:

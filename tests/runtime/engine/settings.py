@@ -286,7 +286,7 @@ def of_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(engine: Engine, request_id: int) -> State:
-    sequence = engine.scheduler.resources.sequences.get(request_id)
+    sequence = engine.scheduler.ledger.sequences.get(request_id)
     return State.ENDED if sequence is None else sequence.state
 
 

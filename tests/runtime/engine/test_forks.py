@@ -156,7 +156,7 @@ def test_one_answer_may_be_cancelled_at_any_time(turn: int, victim: int, depth: 
 
     def act(engine: Engine, now: int) -> None:
         if now == turn:
-            states.append(engine.scheduler.resources.sequences[victim].state)
+            states.append(engine.scheduler.ledger.sequences[victim].state)
             engine.cancel(victim)
 
     forked = live(requests, act, depth=depth, max_prefill_tokens=8)

@@ -151,7 +151,7 @@ def pause(at: Setting) -> None:
             engine.resume(1)
             engine.resume(1)
         if turn == 11:
-            paused.extend(engine.scheduler.resources.sequences)
+            paused.extend(engine.scheduler.ledger.sequences)
             for request_id in paused:
                 engine.pause(request_id)
         if turn == 16:
@@ -208,7 +208,7 @@ def give_way(at: Setting) -> None:
                 engine.pause(request_id)
         if turn == 12:
             assert [state_of(engine, i) for i in (0, 1, 2)] == [State.PAUSED] * 3
-            held.extend(engine.scheduler.resources.sequences[i].slot > 0 for i in (0, 1, 2))
+            held.extend(engine.scheduler.ledger.sequences[i].slot > 0 for i in (0, 1, 2))
             engine.cancel(0)
             engine.cancel(2)
             engine.resume(1)
@@ -322,7 +322,7 @@ def cancel_last(at: Setting) -> None:
 
     def act(engine: Engine, turn: int) -> None:
         for request_id, wait in due.items():
-            sequence = engine.scheduler.resources.sequences.get(request_id)
+            sequence = engine.scheduler.ledger.sequences.get(request_id)
             if sequence is not None and sequence.planned_tokens >= sequence.max_length:
                 since = seen.setdefault(request_id, turn)
                 if turn - since == wait:
@@ -389,7 +389,7 @@ def prefix(at: Setting) -> None:
     waves = [requests[1:3], requests[3:]]
 
     def act(engine: Engine, turn: int) -> None:
-        owner = engine.scheduler.resources.sequences.get(0)
+        owner = engine.scheduler.ledger.sequences.get(0)
         if (owner is not None and owner.landed_tokens > 43 and len(waves) == 2) or (owner is None and len(waves) == 1):
             for one in waves.pop(0):
                 engine.add(one)

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from runtime.engine import Engine
+from runtime.schedule import reservation
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason
 from runtime.schedule.states import State
@@ -52,7 +53,7 @@ def test_a_request_with_nan_ends_alone_and_its_blocks_serve_others(depth: int) -
         clean = run(engine, others)
 
     def act(engine: Engine, turn: int) -> None:
-        running = [s for s in engine.scheduler.resources.by_state[State.DECODE].values() if s.request.request_id == 77]
+        running = [s for s in engine.scheduler.ledger.by_state[State.DECODE].values() if s.request.request_id == 77]
         if turn == 6:
             fill_with_nan(engine, running[0].blocks[:1])
 
@@ -69,7 +70,7 @@ def test_what_a_broken_request_leaves_behind_is_not_found_by_the_next(depth: int
 
     def act(engine: Engine, turn: int) -> None:
         if turn == 6:
-            (running,) = engine.scheduler.resources.by_state[State.DECODE].values()
+            (running,) = engine.scheduler.ledger.by_state[State.DECODE].values()
             assert running.published_blocks >= (2 if every_model == "attention" else 0)
             fill_with_nan(engine, running.blocks[:2])
 
@@ -92,12 +93,12 @@ def test_a_request_that_breaks_after_it_has_lost_its_blocks_leaves_nothing_to_fi
     def act(engine: Engine, turn: int) -> None:
         if turn not in (6, 7):
             return
-        sequence = engine.scheduler.resources.sequences[0]
+        sequence = engine.scheduler.ledger.sequences[0]
         if turn == 6:
             assert sequence.published_blocks >= (2 if every_model == "attention" else 0)
             fill_with_nan(engine, sequence.blocks[:2])
         elif lose == "evict":
-            engine.scheduler.resources.evict(sequence)
+            reservation.evict(engine.scheduler.ledger, sequence)
             assert sequence.state is State.EVICTING
         else:
             engine.cancel(0)
@@ -120,7 +121,7 @@ def test_whoever_shared_a_prompt_with_a_request_that_breaks_is_computed_again(de
 
     def act(engine: Engine, turn: int) -> None:
         if turn == 1:  # the first one's prompt is launched, nobody else's
-            fill_with_nan(engine, engine.scheduler.resources.sequences[0].blocks[:2])
+            fill_with_nan(engine, engine.scheduler.ledger.sequences[0].blocks[:2])
 
     with rig(depth=depth, rows=4) as engine:
         finished = run(engine, requests, act)

@@ -17,6 +17,7 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.schedule import reservation
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
 from tests.plant import reference_kernels
@@ -118,10 +119,10 @@ def test_a_request_that_is_recomputed_reports_nothing_twice(depth: int, evicted_
     scores = Scores()
 
     def act(engine: Engine, turn: int) -> None:
-        sequence = engine.scheduler.resources.sequences.get(1)
+        sequence = engine.scheduler.ledger.sequences.get(1)
         ready = sequence is not None and sequence.state is evicted_in and engine.scheduler.counters.evictions == 0
         if ready and sequence is not None and sequence.prefilled >= 24:
-            engine.scheduler.resources.evict(sequence)
+            reservation.evict(engine.scheduler.ledger, sequence)
 
     with rig(depth=depth, max_prefill_tokens=SMALL) as engine:
         run(engine, requests, act, watch=scores)

@@ -55,7 +55,7 @@ class Talk:
         engine.executor.device.compute.synchronize()
 
     def state(self, id_: int) -> list[Tensor]:
-        slot = self.engine.scheduler.resources.sequences[id_].slot
+        slot = self.engine.scheduler.ledger.sequences[id_].slot
         assert slot
         return [bank[:, slot].clone() for bank in self.engine.executor.pool.banks]
 
@@ -149,7 +149,7 @@ def test_more_is_said_in_the_turn_of_a_fork(model: str, say: Say, monkeypatch: p
         talk.engine.fork(CHILD, PARENT)
         say(talk.engine)
         talk.rest()
-        rest, sequences = list(alone[QUANTUM:]), talk.engine.scheduler.resources.sequences
+        rest, sequences = list(alone[QUANTUM:]), talk.engine.scheduler.ledger.sequences
         for id_ in (PARENT, CHILD, OTHER):
             said = talk.said.get(id_, [])[QUANTUM if id_ == PARENT else 0 :]
             if id_ in sequences and not said:
@@ -168,8 +168,8 @@ def test_a_fork_is_told_more_in_its_turn() -> None:
         talk.engine.fork(CHILD, PARENT)
         talk.engine.extend(CHILD, 1, (7, 8, 9), 6, 6)
         talk.rest()
-        whole = (*talk.engine.scheduler.resources.sequences[PARENT].tokens, 7, 8, 9)
-        sampling = talk.engine.scheduler.resources.sequences[CHILD].request.sampling
+        whole = (*talk.engine.scheduler.ledger.sequences[PARENT].tokens, 7, 8, 9)
+        sampling = talk.engine.scheduler.ledger.sequences[CHILD].request.sampling
         alone_again = live([Request(PARENT, whole, sampling, ())], depth=0).finished[PARENT].token_ids
         assert tuple(talk.said[CHILD]) == alone_again
         assert talk.engine.counters["prefill_tokens"] == talk.computed + 4

@@ -109,7 +109,7 @@ def test_what_follows_a_prefix_comes_in_chunks_shorter_than_the_taps(family: str
 
 def poison(engine: Engine, turn: int) -> None:
     """NaN in the null slot, free slots, free snapshots and idle blocks."""
-    scheduler, snapshots = engine.scheduler, engine.scheduler.resources.snapshots
+    scheduler, snapshots = engine.scheduler, engine.scheduler.ledger.snapshots
     assert snapshots is not None
     free = [scheduler.slots.count + row for row in snapshots._free]
     on_banks(engine, [0, *scheduler.slots._free, *free], float("nan"))

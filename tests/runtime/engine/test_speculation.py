@@ -21,9 +21,9 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer, Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason, Request
-from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.speculation import Speculation
@@ -134,10 +134,10 @@ def test_wide_lives_that_hold_everything(width: int, depth: int, seed: int) -> N
         assert any(ran.answers[i][0] != alone.answers[i][0] for i in life.cut), "somebody is cut short"
 
 
-def released_at_once(resources: Resources, sequence: SequenceState, usual: Any = Resources._release) -> None:
-    resources.pool.give_back(sequence.blocks)
+def released_at_once(ledger: Ledger, sequence: SequenceState, usual: Any = Ledger.release) -> None:
+    ledger.pool.give_back(sequence.blocks)
     sequence.blocks = []
-    usual(resources, sequence)
+    usual(ledger, sequence)
 
 
 def believed(scheduler: Scheduler, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
@@ -147,7 +147,7 @@ def believed(scheduler: Scheduler, rows: list[SequenceState | None], plan: StepP
 @pytest.mark.parametrize(
     ("owner", "name", "mutant", "caught"),
     [
-        (Resources, "_release", released_at_once, AssertionError),
+        (Ledger, "release", released_at_once, AssertionError),
         (Scheduler, "_drop_ghosts", believed, IllegalTransition),
     ],
     ids=["blocks released before the last round has landed", "epochs that nobody looks at"],

@@ -21,8 +21,9 @@ from runtime.execute.cache.entry_move import EntryMover
 from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.slot_state import SlotColumns
+from runtime.schedule import reservation
+from runtime.schedule.ledger import Ledger
 from runtime.schedule.request import FinishReason, Request
-from runtime.schedule.resources import Resources
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
@@ -263,15 +264,15 @@ def test_entries_that_are_not_moved_show(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_blocks_for_the_longest_path_alone_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant reserves what a chain of W writes; the last nodes of a tree then go where nobody finds them."""
 
-    def reservation(resources: Resources, sequence: SequenceState) -> int:
-        limits = resources.limits
+    def kv_to_hold(ledger: Ledger, sequence: SequenceState) -> int:
+        limits = ledger.limits
         return min(sequence.landed_tokens + limits.width, sequence.max_length - 2 + limits.width)
 
-    def wake_at(resources: Resources, sequence: SequenceState) -> int:
-        return len(sequence.blocks) * resources.limits.block_size + 2 - resources.limits.width
+    def wake_at(ledger: Ledger, sequence: SequenceState) -> int:
+        return len(sequence.blocks) * ledger.limits.block_size + 2 - ledger.limits.width
 
-    monkeypatch.setattr(Resources, "_wake_at_latest", wake_at)
-    monkeypatch.setattr(Resources, "reservation", reservation)
+    monkeypatch.setattr(reservation, "wake_at_latest", wake_at)
+    monkeypatch.setattr(reservation, "kv_to_hold", kv_to_hold)
     wrong_text(depth=0, block_size=4)
 
 

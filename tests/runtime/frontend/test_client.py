@@ -139,7 +139,7 @@ def test_a_scheduler_s_queue_is_never_full(max_waiting: int) -> None:
     requests = [PromptRequest((5 + i, 6), SamplingParams(max_tokens=6, seed=0, n=1 + i % 3)) for i in range(20)]
     with rig(rows=3, horizon=2) as engine:
         engine.config = replace(engine.config, max_waiting=max_waiting)
-        engine.scheduler.resources.config = replace(engine.scheduler.resources.config, max_waiting=max_waiting)
+        engine.scheduler.ledger.config = replace(engine.scheduler.ledger.config, max_waiting=max_waiting)
         done = outputs(turns(EngineClient(engine, text=False), requests))
     assert len(done) == 20
     assert all(output.failed is None for output in done.values())

@@ -178,10 +178,10 @@ class Driver:
         return complete_alone(request_id, prompt, request.stop_token_ids, longest)[0]
 
     def sequence(self, request_id: int) -> SequenceState:
-        return self.scheduler.resources.sequences[request_id]
+        return self.scheduler.ledger.sequences[request_id]
 
     def state(self, request_id: int) -> State:
-        sequence = self.scheduler.resources.sequences.get(request_id)
+        sequence = self.scheduler.ledger.sequences.get(request_id)
         return State.ENDED if sequence is None else sequence.state
 
     def reason(self, request_id: int) -> FinishReason:

@@ -33,24 +33,24 @@ class MixedRules:
         self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
 
     def before(self) -> None:
-        sequences = self._scheduler.resources.sequences
+        sequences = self._scheduler.ledger.sequences
         self._planned = {request_id: sequence.planned_tokens for request_id, sequence in sequences.items()}
         waiting = [s for s in sequences.values() if s.state is State.WAITING]
         self._waiting = [self._to_compute(sequence) for sequence in waiting]
         self._in_line = {sequence.request.request_id for sequence in waiting}
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
-        prefilling = self._scheduler.resources.by_state[State.PREFILL].values()
+        prefilling = self._scheduler.ledger.by_state[State.PREFILL].values()
         self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
 
     def after(self, plan: StepPlan | None) -> None:
-        resources = self._scheduler.resources
-        decoding = {s.slot for s in resources.by_state[State.DECODE].values()}
+        ledger = self._scheduler.ledger
+        decoding = {s.slot for s in ledger.by_state[State.DECODE].values()}
         if plan is None:
             self._waited = False
-            if decoding or not all(_waits_for_a_writer(s) for s in resources.by_state[State.PREFILL].values()):
+            if decoding or not all(_waits_for_a_writer(s) for s in ledger.by_state[State.PREFILL].values()):
                 raise BrokenRule(f"slots {decoding} decode, others prefill, and nothing runs")
             return
-        by_slot = {s.slot: s for s in resources.sequences.values() if s.slot and s.state is not State.EVICTING}
+        by_slot = {s.slot: s for s in ledger.sequences.values() if s.slot and s.state is not State.EVICTING}
         rows = [by_slot[slot] for slot in plan.slots[: plan.decode_rows]]
         cut = {by_slot[chunk.slot]: len(chunk.token_ids) for chunk in plan.chunks}
         begun = {*cut, *rows, *(by_slot[fork.slot] for fork in plan.forks)}
@@ -70,7 +70,7 @@ class MixedRules:
 
     def _check_shares(self, plan: StepPlan, rows: list[SequenceState], cut: dict[SequenceState, int]) -> None:
         """``rows`` decode beside the step, or wait for it."""
-        prefills = {**dict.fromkeys(self._scheduler.resources.by_state[State.PREFILL].values(), 0), **cut}
+        prefills = {**dict.fromkeys(self._scheduler.ledger.by_state[State.PREFILL].values(), 0), **cut}
         given, mosts = sum(cut.values()), self._mosts(plan, rows, prefills)
         if not mosts:
             raise BrokenRule(f"step {plan.step} has chunks, the next one whose number {self._mixed.stride} divides has")
@@ -114,7 +114,7 @@ class MixedRules:
     def _mosts(self, plan: StepPlan, rows: list[SequenceState], prefills: dict[SequenceState, int]) -> set[int]:
         """What ``_most`` says with those who came to wait during the plan and without: rows that lost their blocks to
         others before tokens were counted, or after. Nothing where few wait and it is no step for their chunks."""
-        waiting = self._scheduler.resources.by_state[State.WAITING].items()
+        waiting = self._scheduler.ledger.by_state[State.WAITING].items()
         came = [self._to_compute(sequence) for request_id, sequence in waiting if request_id not in self._in_line]
         either = [(known, self._stride(rows, prefills, known)) for known in (self._waiting, self._waiting + came)]
         return {self._most(plan, rows, prefills, known, stride) for known, stride in either if plan.step % stride == 0}

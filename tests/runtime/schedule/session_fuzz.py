@@ -212,7 +212,7 @@ class _Telling:
         scheduler.check()
         if scheduler.pool.free_count != self.config.blocks or scheduler.slots.free_count != self.config.limits.slots:
             raise AssertionError("everything has ended, but not every block and slot is free")
-        if scheduler.resources.sessions:
+        if scheduler.ledger.sessions:
             raise AssertionError("everything has ended, but there are sessions")
         counters, gains = scheduler.counters, [gain for found in self.gains.values() for gain in found]
         if (counters.spec_num_drafts, counters.spec_num_accepted_tokens) != (len(gains), sum(gains) - len(gains)):
@@ -276,7 +276,7 @@ class _Telling:
         refused = self.submit(Continue(client.request_id, epoch, tokens))
         if refused is not None:
             self.disturbed = True
-            over = self.scheduler.resources.sequences[client.request_id].session
+            over = self.scheduler.ledger.sequences[client.request_id].session
             landed_stop = over is not None and over.over is FinishReason.STOP  # not told yet: it drains
             if right and not landed_stop:
                 raise WrongSession(f"{client} was refused: {refused}")

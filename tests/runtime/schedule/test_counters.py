@@ -65,7 +65,7 @@ def test_who_was_evicted_takes_no_arrival_s_place_in_the_queue() -> None:
     engine.admit(3, max_tokens=2)
     assert engine.reason(3) is FinishReason.REJECTED, "one that never had a slot is waiting already"
     engine.finish()
-    assert engine.scheduler.resources.waiting_arrivals == 0
+    assert engine.scheduler.ledger.waiting_arrivals == 0
 
 
 def test_cancels_are_those_that_ended_a_request() -> None:

@@ -257,6 +257,6 @@ def test_answers_wait_in_the_queue_as_one_prompt() -> None:
     engine.admit(9, 3, max_tokens=6)
     engine.turn()
     engine.admit(0, 20, n=8)
-    resources = engine.scheduler.resources
-    assert (resources.waiting, resources.waiting_arrivals, resources.waiting_tokens) == (8, 8, 20)
+    ledger = engine.scheduler.ledger
+    assert (ledger.waiting, ledger.waiting_arrivals, ledger.waiting_tokens) == (8, 8, 20)
     engine.finish()

@@ -5,30 +5,31 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from runtime.schedule import planner
+from runtime.schedule import admission, prefill, prefix, reservation
 from runtime.schedule.chain import Flight
-from runtime.schedule.config import MixedSteps, SchedulerConfig
-from runtime.schedule.plan import Chunk, Fork, StepKind, StepOutput, StepPlan, StepResult
-from runtime.schedule.planner import Cut, Planned, Planner
-from runtime.schedule.resources import Resources
+from runtime.schedule.config import MixedSteps
+from runtime.schedule.ledger import Ledger
+from runtime.schedule.plan import Fork, StepKind, StepOutput, StepPlan, StepResult
+from runtime.schedule.plan_draft import PlanDraft
+from runtime.schedule.planner import Planned, Planner
+from runtime.schedule.prefill import Prefill
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
-from runtime.schedule.shares import remaining, whole_waves
+from runtime.schedule.shares import remaining
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.snapshots import SnapshotPool
 from runtime.schedule.states import State, Trigger
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.fuzz import (
     WIDTHS,
-    Build,
     Hang,
     StillFound,
     TooManyRows,
@@ -40,6 +41,7 @@ from tests.runtime.schedule.fuzz import (
     run,
 )
 from tests.runtime.schedule.mixed_rules import BrokenRule
+from tests.runtime.schedule.mutants import Mutant, plant
 from tests.selection import covering
 
 SEEDS = 400  # of a part. The rarest mutant below shows in one seed of a hundred; make test-all PART=fuzz has a million
@@ -101,45 +103,49 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
     """
     seen: Counter[object] = Counter()
 
-    def waves(shares: dict[SequenceState, int], *how: Any) -> dict[SequenceState, int]:
-        cut = whole_waves(shares, *how)
+    def waves(usual: Mutant, shares: dict[SequenceState, int], *how: Any) -> Any:
+        cut = usual(shares, *how)
         seen["waves"] += cut != shares
         return cut
 
-    monkeypatch.setattr(planner, "whole_waves", waves)
+    def fell_short(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
+        seen["fell short"] += 1
+        usual(ledger, sequence)
 
-    class CountingResources(Resources):
-        def fall_short(self, sequence: SequenceState) -> None:
-            seen["fell short"] += 1
-            super().fall_short(sequence)
+    def found_later(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
+        before = sequence.prefilled
+        usual(ledger, sequence)
+        seen["found later"] += sequence.prefilled > before
 
-        def look_again(self, sequence: SequenceState) -> None:
-            before = sequence.prefilled
-            super().look_again(sequence)
-            seen["found later"] += sequence.prefilled > before
+    def forks(usual: Mutant, ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
+        fork: Fork = usual(ledger, prompt, answer, chunk)
+        seen["copied" if fork.copied is not None else "nothing to copy"] += 1
+        return fork
 
-        def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-            fork = super().fork(prompt, answer, chunk)
-            seen["copied" if fork.copied is not None else "nothing to copy"] += 1
-            return fork
+    def left_out(usual: Mutant, ledger: Ledger, prompt: SequenceState) -> None:
+        seen["left out", prompt.state] += len(ledger.joining(prompt))
+        usual(ledger, prompt)
 
-        def leave_out(self, prompt: SequenceState) -> None:
-            seen["left out", prompt.state] += len(self.joining(prompt))
-            super().leave_out(prompt)
+    def reserves(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> Any:
+        seen["early"] += sequence.planned_tokens == sequence.wake_at < reservation.wake_at_latest(ledger, sequence)
+        return usual(ledger, sequence)
 
-        def reserve(self, sequence: SequenceState) -> bool:
-            seen["early"] += sequence.planned_tokens == sequence.wake_at < self._wake_at_latest(sequence)
-            return super().reserve(sequence)
+    plant(monkeypatch, prefill, "whole_waves", waves)
+    plant(monkeypatch, Ledger, "fall_short", fell_short)
+    plant(monkeypatch, prefix, "look_again", found_later)
+    plant(monkeypatch, admission, "fork", forks)
+    plant(monkeypatch, Ledger, "leave_out", left_out)
+    plant(monkeypatch, reservation, "reserve", reserves)
 
     class Counting(Scheduler):
         def plan(self) -> StepPlan | None:
             plan, rule = super().plan(), self.config.speculation
             strides = self.config.mixed is not None and self.config.mixed.stride > 1
             seen["later chunks"] += strides and bool(
-                plan and plan.slots and not plan.chunks and self.planner._prefilling
+                plan and plan.slots and not plan.chunks and self.planner.prefill.prefilling
             )
             if plan is not None and rule is not None and plan.kind is StepKind.MIXED:
-                seen["narrower beside chunks"] += 1 < plan.width < rule.width
+                seen["narrower with chunks"] += 1 < plan.width < rule.width
             return plan
 
         def land(self, step: int, result: StepResult | None) -> StepOutput:
@@ -149,7 +155,7 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
             return super().land(step, result)
 
     for seed in range(700):
-        run(make_trace(seed), partial(Counting, resources=CountingResources))
+        run(make_trace(seed), Counting)
     for name in NAMES:
         assert seen[name] > 100, (name, seen)
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
@@ -161,445 +167,357 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen["early"] > 5
     assert seen["waves"] > 5
     assert seen["later chunks"] > 100
-    assert seen["narrower beside chunks"] > 20
+    assert seen["narrower with chunks"] > 20
     assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
     assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
 
+MUTANTS: list[Any] = []
 
-class NoFence(Resources):
+
+def mutant_of(
+    owner: type | ModuleType, name: str, caught_by: type[Exception], **also: Mutant
+) -> Callable[[Mutant], Mutant]:
+    """The function below replaces this one, and is caught so. ``also``: other functions of the owner, replaced, too."""
+
+    def note(mutant: Mutant) -> Mutant:
+        MUTANTS.append(pytest.param(owner, {name: mutant, **also}, caught_by, id=mutant.__name__))
+        return mutant
+
+    return note
+
+
+@mutant_of(Ledger, "release", WrongTokens)
+def no_fence(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
     """Slot and blocks return to the pools at once, whatever is in flight."""
-
-    def _release(self, sequence: SequenceState) -> None:
-        self.pool.give_back(sequence.blocks)
-        self.slots.give_back(sequence.slot)
-        sequence.blocks = []
+    ledger.pool.give_back(sequence.blocks)
+    ledger.slots.give_back(sequence.slot)
+    sequence.blocks = []
 
 
-class NoFenceForVictims(Resources):
+@mutant_of(reservation, "evict", WrongTokens)
+def no_fence_for_victims(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
     """The same for evicted requests only."""
-
-    def evict(self, sequence: SequenceState) -> None:
-        sequence.last_step = -1
-        super().evict(sequence)
+    sequence.last_step = -1
+    usual(ledger, sequence)
 
 
-class NoGhostCheck(Scheduler):
+@mutant_of(Scheduler, "_is_ghost", WrongTokens, _drop_ghosts=lambda *_: [])
+def no_ghost_check(usual: Mutant, scheduler: Scheduler, slot: int, epoch: int) -> bool:
     """Results are believed whatever became of the row's request."""
-
-    def _is_ghost(self, slot: int, epoch: int) -> bool:
-        return False
-
-    def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
-        return []
+    return False
 
 
-class FreesOnPlannedCounts(Planner):
+@mutant_of(Planner, "_ready_rows", WrongTokens)
+def frees_on_planned_counts(usual: Mutant, planner: Planner) -> Any:
     """A request whose last token is planned gives its slot and blocks back before that token has landed."""
-
-    def _ready_rows(self) -> bool:
-        ready = super()._ready_rows()
-        for sequence in self.resources.sequences.values():
-            if sequence.slot and sequence.blocks and sequence.planned_tokens >= sequence.max_length:
-                self.resources.pool.give_back(sequence.blocks)
-                sequence.blocks = []
-        return ready
+    ready = usual(planner)
+    for sequence in planner.ledger.sequences.values():
+        if sequence.slot and sequence.blocks and sequence.planned_tokens >= sequence.max_length:
+            planner.ledger.pool.give_back(sequence.blocks)
+            sequence.blocks = []
+    return ready
 
 
-class PublishesTheUnplanned(Resources):
+@mutant_of(prefix, "planned", WrongTokens)
+def publishes_the_unplanned(usual: Mutant, ledger: Ledger, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
     """All of a prompt's blocks are findable as soon as its first chunk is planned."""
-
-    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
-        for sequence in rows[len(rows) - len(plan.chunks) :]:
-            self.publish(sequence, sequence.prefill_target)
-        super().planned(plan, rows)
+    for sequence in rows[len(rows) - len(plan.chunks) :]:
+        ledger.publish(sequence, sequence.prefill_target)
+    usual(ledger, plan, rows)
 
 
-class FoundAStepTooEarly(Planner):
+@mutant_of(Prefill, "_cut_chunk", WrongTokens)
+def found_a_step_too_early(usual: Mutant, prompts: Prefill, sequence: SequenceState, *given: Any) -> Any:
     """Other rows of a step find the blocks that are written in this very step."""
-
-    def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
-        tokens = super()._cut_chunk(sequence, budget, rows, chunks)
-        self.resources.publish(sequence, sequence.prefilled)
-        return tokens
+    tokens = usual(prompts, sequence, *given)
+    prompts.ledger.publish(sequence, sequence.prefilled)
+    return tokens
 
 
-class ForgetsWithoutRequeue(Resources):
-    """Nobody finds the blocks of a request that broke any more; those who share them go on."""
-
-    def _compute_again(self, sequence: SequenceState) -> None:
-        pass
+@mutant_of(prefix, "_compute_again", WrongTokens)
+def forgets_without_requeue(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
+    """The blocks of a request that broke are not found any more, and requests that share them continue."""
 
 
-class TrustsWhatItBorrows(Resources):
-    """A block that somebody writes is believed to be whole before a token was drawn over it."""
-
-    def _share(self, sequence: SequenceState, found: list[int]) -> None:
-        self.pool.trust(found)
-        super()._share(sequence, found)
-
-
-class BorrowsInSecret(Resources):
-    """A prompt takes blocks that it found on its way, and the device is not told."""
-
-    def look_again(self, sequence: SequenceState) -> None:
-        before = dict(self._block_writes)
-        super().look_again(sequence)
-        self._block_writes = before
+@mutant_of(prefix, "share", WrongTokens)
+def trusts_what_it_borrows(usual: Mutant, ledger: Ledger, sequence: SequenceState, found: list[int]) -> None:
+    """A block that another request writes is believed to be whole before a token was sampled over it."""
+    ledger.pool.trust(found)
+    usual(ledger, sequence, found)
 
 
-class ReservesOneStep(Resources):
+@mutant_of(prefix, "look_again", WrongTokens)
+def borrows_in_secret(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
+    """A prompt shares blocks that it found on its way, and the device does not learn of it."""
+    before = dict(ledger.block_writes)
+    usual(ledger, sequence)
+    ledger.block_writes = before
+
+
+@mutant_of(reservation, "set_wake", WrongTokens)
+def reserves_one_step(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
     """Blocks for one step only, where D + 1 steps may be in flight."""
-
-    def set_wake(self, sequence: SequenceState) -> None:
-        super().set_wake(sequence)
-        sequence.wake_at += self.limits.tokens_ahead
+    usual(ledger, sequence)
+    sequence.wake_at += ledger.limits.tokens_ahead
 
 
-class ReservesForThisWidth(Planner):
-    """Blocks for the width of the step being planned, where the steps behind it may be wider."""
-
-    def _ready_rows(self) -> bool:
-        self.resources.limits = replace(self.limits, width=self._width())
-        return super()._ready_rows()
-
-
-class CountsStepsByOneWidth(Planner):
-    """Steps in flight are told from tokens in flight, as if all of them were as wide as the narrowest."""
-
-    def _wake(self, sequence: SequenceState) -> None:
-        in_flight = (sequence.planned_tokens - sequence.landed_tokens) // min(self.config.widths)
-        before, sequence.uncertain_tokens = sequence.uncertain_tokens, 0
-        planned, sequence.planned_tokens = sequence.planned_tokens, sequence.landed_tokens + in_flight
-        super()._wake(sequence)
-        sequence.uncertain_tokens, sequence.planned_tokens = before, planned
+@mutant_of(Planner, "_ready_rows", WrongTokens)
+def reserves_for_this_width(usual: Mutant, planner: Planner) -> Any:
+    """Blocks for the width of the step being planned, where the steps after it may be wider."""
+    planner.ledger.limits = replace(planner.limits, width=planner._width())
+    return usual(planner)
 
 
-class NeverFallsShort(Resources):
+@mutant_of(Planner, "_wake", Hang)
+def counts_steps_by_one_width(usual: Mutant, planner: Planner, sequence: SequenceState) -> None:
+    """Steps in flight are computed from tokens in flight, as if all of them were as wide as the narrowest."""
+    in_flight = (sequence.planned_tokens - sequence.landed_tokens) // min(planner.config.widths)
+    before, sequence.uncertain_tokens = sequence.uncertain_tokens, 0
+    planned, sequence.planned_tokens = sequence.planned_tokens, sequence.landed_tokens + in_flight
+    usual(planner, sequence)
+    sequence.uncertain_tokens, sequence.planned_tokens = before, planned
+
+
+@mutant_of(Ledger, "fall_short", Hang)
+def never_falls_short(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
     """A step that gives a live row no token changes nothing for a row that drains."""
 
-    def fall_short(self, sequence: SequenceState) -> None:
-        pass
 
-
-class BelievesInEveryStep(Scheduler):
+@mutant_of(Scheduler, "_gained_nothing", AccountingError)
+def believes_in_every_step(usual: Mutant, scheduler: Scheduler, sequence: SequenceState, width: int) -> None:
     """A row that got no token still counts on it."""
 
-    def _gained_nothing(self, sequence: SequenceState, width: int) -> None:
-        pass
 
-
-class LeaksABlock(Resources):
+@mutant_of(Ledger, "release", AccountingError)
+def leaks_a_block(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
     """Each end forgets one block."""
-
-    def _release(self, sequence: SequenceState) -> None:
-        sequence.blocks.pop()
-        super()._release(sequence)
+    sequence.blocks.pop()
+    usual(ledger, sequence)
 
 
-class KeepsItsSlot(Resources):
+@mutant_of(Ledger, "move", AccountingError)
+def keeps_its_slot(usual: Mutant, ledger: Ledger, sequence: SequenceState, trigger: Trigger) -> None:
     """A slot is given back while its request still counts as its holder."""
-
-    def move(self, sequence: SequenceState, trigger: Trigger) -> None:
-        super().move(sequence, trigger)
-        if trigger is Trigger.ALL_PLANNED:
-            self.slots.give_back(sequence.slot)
+    usual(ledger, sequence, trigger)
+    if trigger is Trigger.ALL_PLANNED:
+        ledger.slots.give_back(sequence.slot)
 
 
-class TrustsBrokenBlocks(Resources):
-    """What is found out about the blocks of a request that has lost them already is not heard."""
+@mutant_of(Ledger, "release", StillFound)
+def trusts_broken_blocks(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> None:
+    """A request that has lost its blocks already does not report that they are broken."""
+    usual(ledger, sequence)
+    sequence.given_up = []
 
-    def _release(self, sequence: SequenceState) -> None:
-        super()._release(sequence)
-        sequence.given_up = []
 
-
-class NobodyGivesWay(Resources):
+@mutant_of(reservation, "reserve", Hang)
+def none_gives_way(usual: Mutant, ledger: Ledger, sequence: SequenceState) -> Any:
     """Out of blocks, rows wait for each other for ever."""
-
-    def reserve(self, sequence: SequenceState) -> bool:
-        short = self.blocks_for(self.reservation(sequence)) - len(sequence.blocks) - self.pool.free_count
-        return short <= 0 and super().reserve(sequence)
+    short = reservation.blocks_to_hold(ledger, sequence) - len(sequence.blocks) - ledger.pool.free_count
+    return short <= 0 and usual(ledger, sequence)
 
 
 # ---- of resets of the prefix cache ----
 
 
-class ResetsNothing(Resources):
+@mutant_of(prefix, "reset", StillFound)
+def resets_nothing(usual: Mutant, ledger: Ledger) -> None:
     """What was published before a reset is found after it."""
-
-    def reset_prefixes(self) -> None:
-        for sequence in self.sequences.values():
-            sequence.private = bool(sequence.blocks)
+    for sequence in ledger.sequences.values():
+        sequence.private = bool(sequence.blocks)
 
 
-class PublishesTheOld(Resources):
-    """Live requests publish behind a reset what they computed before it."""
+@mutant_of(prefix, "reset", StillFound)
+def publishes_the_old(usual: Mutant, ledger: Ledger) -> None:
+    """Live requests publish after a reset what they computed before it."""
+    usual(ledger)
+    for sequence in ledger.sequences.values():
+        sequence.private = False
 
-    def reset_prefixes(self) -> None:
-        super().reset_prefixes()
-        for sequence in self.sequences.values():
-            sequence.private = False
 
-
-class AnswersPublishTheOld(Resources):
+@mutant_of(prefix, "planned", StillFound)
+def answers_publish_the_old(usual: Mutant, ledger: Ledger, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
     """The same, of answers that join a prompt which was begun before it."""
-
-    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
-        super().planned(plan, rows)
-        for answer in rows[len(rows) - len(plan.forks) :]:
-            answer.private = False
-            answer.published_blocks, answer.prefix_id = 0, 0
+    usual(ledger, plan, rows)
+    for answer in rows[len(rows) - len(plan.forks) :]:
+        answer.private = False
+        answer.published_blocks, answer.prefix_id = 0, 0
 
 
 # ---- of forks ----
 
 
-class SharesTheLastBlock(Resources):
+@mutant_of(admission, "fork", WrongTokens)
+def shares_the_last_block(
+    usual: Mutant, ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: int
+) -> Fork:
     """An answer shares the block that its prompt ends in, where it will write."""
-
-    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-        fork = super().fork(prompt, answer, chunk)
-        if fork.copied is not None:
-            shared, own = fork.copied
-            answer.blocks[answer.blocks.index(own)] = shared
-            self.pool.share([shared])
-            self.pool.give_back([own])
-            self._write_blocks(answer, 0)
-        return replace(fork, copied=None)
+    fork: Fork = usual(ledger, prompt, answer, chunk)
+    if fork.copied is not None:
+        shared, own = fork.copied
+        answer.blocks[answer.blocks.index(own)] = shared
+        ledger.pool.share([shared])
+        ledger.pool.give_back([own])
+        ledger.write_blocks(answer, 0)
+    return replace(fork, copied=None)
 
 
-class CopiesNothing(Resources):
-    """An answer gets a block of its own for the one that its prompt ends in, with nothing in it."""
-
-    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-        return replace(super().fork(prompt, answer, chunk), copied=None)
-
-
-class ForksIntoThinAir(Planner):
-    """A step takes all answers along, whether there are rows for them or not."""
-
-    @property
-    def _row_free(self) -> bool:
-        return True
+@mutant_of(admission, "fork", WrongTokens)
+def copies_nothing(usual: Mutant, *given: Any) -> Fork:
+    """An answer gets an empty block for the one that its prompt ends in."""
+    fork: Fork = usual(*given)
+    return replace(fork, copied=None)
 
 
-class ForgetsWhoWaits(Resources):
+@mutant_of(Prefill, "row_free", TooManyRows)
+def forks_into_thin_air(usual: Mutant, prompts: Prefill) -> bool:
+    """A step has all answers, whether there are rows for them or not."""
+    return True
+
+
+@mutant_of(Ledger, "leave_out", Hang)
+def forgets_who_waits(usual: Mutant, ledger: Ledger, prompt: SequenceState) -> None:
     """Answers for which there was no room wait for a prompt that is long over."""
 
-    def leave_out(self, prompt: SequenceState) -> None:
-        pass
+
+@mutant_of(admission, "fork", WrongTokens)
+def trusts_its_prompt(usual: Mutant, ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: int) -> Any:
+    """An answer believes the blocks of its prompt to be sound before a token was sampled over them."""
+    fork = usual(ledger, prompt, answer, chunk)
+    answer.borrowed = False
+    return fork
 
 
-class TrustsItsPrompt(Resources):
-    """An answer takes the blocks of its prompt for sound before a token was drawn over them."""
-
-    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-        fork = super().fork(prompt, answer, chunk)
-        answer.borrowed = False
-        return fork
-
-
-class FencesNoFork(Resources):
+@mutant_of(admission, "fork", WrongTokens)
+def fences_no_fork(usual: Mutant, ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: int) -> Any:
     """What a fork was given is free again before its step has landed."""
-
-    def fork(self, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
-        fork = super().fork(prompt, answer, chunk)
-        answer.last_step = -1
-        return fork
+    fork = usual(ledger, prompt, answer, chunk)
+    answer.last_step = -1
+    return fork
 
 
 # ---- of snapshots of recurrent state ----
 
 
-class RestoresNothing(Planner):
-    """A prompt goes on behind a prefix whose state its slot does not have."""
-
-    def _step_plan(self, *parts: Any, **more: Any) -> StepPlan:
-        self._restored.clear()
-        return super()._step_plan(*parts, **more)
-
-
-class SavesAStepLate(Planner):
-    """State is kept behind the step after the one that came to the end of the block."""
-
-    late: tuple[tuple[int, int], ...] = ()
-
-    def _step_plan(self, *parts: Any, **more: Any) -> StepPlan:
-        plan = super()._step_plan(*parts, **more)
-        slots = [chunk.slot for chunk in plan.chunks]
-        due = tuple(pair for pair in self.late if pair[0] in slots)
-        self.late = plan.saved
-        return plan._replace(saved=due)
+@mutant_of(PlanDraft, "finish", WrongTokens)
+def restores_nothing(usual: Mutant, draft: PlanDraft, *parts: Any, **more: Any) -> Any:
+    """A prompt continues a prefix whose state its slot does not have."""
+    draft.restored.clear()
+    return usual(draft, *parts, **more)
 
 
-class SavesWhereverItEnds(Resources):
-    """The state of any chunk is taken for that of the last block before its end."""
-
-    def _choose(self, sequence: SequenceState, end: int) -> bool:
-        return not sequence.scoring and end >= self.limits.block_size
-
-    def save(self, sequence: SequenceState, end: int) -> int:
-        if self.snapshots is None or not self._choose(sequence, end):
-            return 0
-        row = self.snapshots.take()
-        if row:
-            self._saving[sequence.request.request_id] = row
-            sequence.prefilled -= end % self.limits.block_size  # as ``publish`` is to see it
-        return row
-
-    def planned(self, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
-        super().planned(plan, rows)
-        for chunk, sequence in zip(plan.chunks, rows[plan.decode_rows :], strict=False):
-            sequence.prefilled = max(sequence.prefilled, chunk.start + len(chunk.token_ids))
+@mutant_of(PlanDraft, "finish", WrongTokens)
+def saves_a_step_late(usual: Mutant, draft: PlanDraft, *parts: Any, **more: Any) -> StepPlan:
+    """State is kept after the step that follows the one that came to the end of the block."""
+    plan: StepPlan = usual(draft, *parts, **more)
+    slots = [chunk.slot for chunk in plan.chunks]
+    due = tuple(pair for pair in vars(draft).get("late", ()) if pair[0] in slots)
+    vars(draft)["late"] = plan.saved
+    return plan._replace(saved=due)
 
 
-class _NeverDropped(SnapshotPool):
-    def drop(self, block: int) -> None:
-        pass
+def keeps_what_is_planned(usual: Mutant, ledger: Ledger, plan: StepPlan, rows: Sequence[SequenceState]) -> None:
+    usual(ledger, plan, rows)
+    for chunk, sequence in zip(plan.chunks, rows[plan.decode_rows :], strict=False):
+        sequence.prefilled = max(sequence.prefilled, chunk.start + len(chunk.token_ids))
 
 
-class OutlivesItsBlock(Resources):
+@mutant_of(prefix, "save", WrongTokens, planned=keeps_what_is_planned)
+def saves_wherever_it_ends(usual: Mutant, ledger: Ledger, sequence: SequenceState, end: int) -> int:
+    """The state of any chunk is believed to be that of the last block before its end."""
+    if ledger.snapshots is None or sequence.scoring or end < ledger.limits.block_size:
+        return 0
+    row = ledger.snapshots.take()
+    if row:
+        ledger.saving[sequence.request.request_id] = row
+        sequence.prefilled -= end % ledger.limits.block_size  # as ``publish`` is to see it
+    return row
+
+
+@mutant_of(SnapshotPool, "drop", WrongTokens)
+def outlives_its_block(usual: Mutant, snapshots: SnapshotPool, block: int) -> None:
     """A snapshot stays with a block that holds other tokens by now."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        if self.snapshots is not None:
-            self.pool._snapshots = self.snapshots = _NeverDropped(self.snapshots.count)
 
-
-class LeaksASnapshot(Resources):
-    """Nobody hears of a row that was taken."""
-
-    def save(self, sequence: SequenceState, end: int) -> int:
-        row = super().save(sequence, end)
-        self._saving.pop(sequence.request.request_id, None)
-        return row
+@mutant_of(prefix, "save", AccountingError)
+def leaks_a_snapshot(usual: Mutant, ledger: Ledger, sequence: SequenceState, end: int) -> Any:
+    """A row that was taken is neither kept nor given back."""
+    row = usual(ledger, sequence, end)
+    ledger.saving.pop(sequence.request.request_id, None)
+    return row
 
 
 # ---- of mixed steps ----
 
 
-class WaitsForPrompts(Planner):
-    """Chunks in steps of their own, as if there were no mixed ones."""
-
-    def _together(self, mixed: MixedSteps) -> Planned | None:
-        return self._in_turns()
-
-
-class ScoresBesideRows(Planner):
-    """Prompts whose tokens are scored ride with the rows like all others."""
-
-    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
-        return ([], []) if scored else super()._cut_shares(tokens, scored=None, beside=beside)
+@mutant_of(Planner, "_together", BrokenRule)
+def waits_for_prompts(usual: Mutant, planner: Planner, mixed: MixedSteps) -> Planned | None:
+    """Chunks in separate steps, as if there were no mixed ones."""
+    return planner._in_turns()
 
 
-class SpendsOneMore(Planner):
+@mutant_of(Prefill, "cut_shares", BrokenRule)
+def scores_with_rows(usual: Mutant, prompts: Prefill, tokens: int, *, scored: bool | None, row_tokens: int = 0) -> Any:
+    """Prompts whose tokens are scored are in steps with rows like all others."""
+    return ([], []) if scored else usual(prompts, tokens, scored=None, row_tokens=row_tokens)
+
+
+@mutant_of(Prefill, "cut_shares", BrokenRule)
+def spends_one_more(usual: Mutant, prompts: Prefill, tokens: int, *, scored: bool | None, row_tokens: int = 0) -> Any:
     """One token of prompts more than the budget has."""
-
-    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
-        return super()._cut_shares(tokens + bool(beside), scored=scored, beside=beside)
+    return usual(prompts, tokens + bool(row_tokens), scored=scored, row_tokens=row_tokens)
 
 
-class LeavesOneOut(Planner):
+@mutant_of(Prefill, "cut_shares", BrokenRule)
+def leaves_one_out(usual: Mutant, prompts: Prefill, tokens: int, *, scored: bool | None, row_tokens: int = 0) -> Any:
     """One token of the bucket is padding, though more of a prompt waits."""
-
-    def _cut_shares(self, tokens: int, *, scored: bool | None, beside: int = 0) -> Cut:
-        return super()._cut_shares(max(1, tokens - bool(beside)), scored=scored, beside=beside)
+    return usual(prompts, max(1, tokens - bool(row_tokens)), scored=scored, row_tokens=row_tokens)
 
 
-class CountsChunksAsWide(Scheduler):
-    """A prompt's last chunk is taken for a decode row, which gains up to W tokens."""
-
-    def _apply(self, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
-        output = super()._apply(flight, plan, result)
-        for sequence, chunk in zip(flight.rows[plan.decode_rows :], plan.chunks, strict=True):
-            if chunk.last and plan.kind is StepKind.MIXED:
-                sequence.planned_tokens -= plan.width - 1
-        return output
+@mutant_of(Prefill, "_cut_chunk", BrokenRule)
+def forgets_the_first(usual: Mutant, prompts: Prefill, sequence: SequenceState, *given: Any) -> Any:
+    """The shortest first, and no other."""
+    shorter = [s for s in prompts.prefilling.values() if remaining(s) < remaining(sequence)]
+    return 0 if shorter and prompts.ledger.config.mixed is not None else usual(prompts, sequence, *given)
 
 
-class ForgetsTheFirst(Planner):
-    """The shortest first, and nobody else."""
-
-    def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
-        shorter = [s for s in self._prefilling.values() if remaining(s) < remaining(sequence)]
-        if shorter and self.config.mixed is not None:
-            return 0
-        return super()._cut_chunk(sequence, budget, rows, chunks)
-
-
-def mutated(part: type[Scheduler] | type[Planner] | type[Resources]) -> Build:
-    """A scheduler with this in place of the part that it breaks."""
-    if issubclass(part, Resources):
-        return partial(Scheduler, resources=part)
-    if issubclass(part, Planner):
-        return partial(Scheduler, planner=part)
-    return part
+@mutant_of(Scheduler, "_apply", AccountingError)
+def counts_chunks_as_wide(
+    usual: Mutant, scheduler: Scheduler, flight: Flight, plan: StepPlan, result: StepResult
+) -> Any:
+    """A prompt's last chunk is counted as a decode row, which appends up to W tokens."""
+    output = usual(scheduler, flight, plan, result)
+    for sequence, chunk in zip(flight.rows[plan.decode_rows :], plan.chunks, strict=True):
+        if chunk.last and plan.kind is StepKind.MIXED:
+            sequence.planned_tokens -= plan.width - 1
+    return output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mutant", "caught_by"),
-    [
-        (NoFence, WrongTokens),
-        (NoFenceForVictims, WrongTokens),
-        (NoGhostCheck, WrongTokens),
-        (FreesOnPlannedCounts, WrongTokens),
-        (PublishesTheUnplanned, WrongTokens),
-        (FoundAStepTooEarly, WrongTokens),
-        (ForgetsWithoutRequeue, WrongTokens),
-        (TrustsWhatItBorrows, WrongTokens),
-        (BorrowsInSecret, WrongTokens),
-        (ReservesOneStep, WrongTokens),
-        (ReservesForThisWidth, WrongTokens),
-        (CountsStepsByOneWidth, Hang),
-        (NeverFallsShort, Hang),
-        (BelievesInEveryStep, AccountingError),
-        (LeaksABlock, AccountingError),
-        (KeepsItsSlot, AccountingError),
-        (TrustsBrokenBlocks, StillFound),
-        (NobodyGivesWay, Hang),
-        (ResetsNothing, StillFound),
-        (PublishesTheOld, StillFound),
-        (AnswersPublishTheOld, StillFound),
-        (SharesTheLastBlock, WrongTokens),
-        (CopiesNothing, WrongTokens),
-        (ForksIntoThinAir, TooManyRows),
-        (ForgetsWhoWaits, Hang),
-        (TrustsItsPrompt, WrongTokens),
-        (FencesNoFork, WrongTokens),
-        (RestoresNothing, WrongTokens),
-        (SavesAStepLate, WrongTokens),
-        (SavesWhereverItEnds, WrongTokens),
-        (OutlivesItsBlock, WrongTokens),
-        (LeaksASnapshot, AccountingError),
-        (WaitsForPrompts, BrokenRule),
-        (ScoresBesideRows, BrokenRule),
-        (SpendsOneMore, BrokenRule),
-        (LeavesOneOut, BrokenRule),
-        (ForgetsTheFirst, BrokenRule),
-        (CountsChunksAsWide, AccountingError),
-    ],
-    ids=lambda member: member.__name__,
-)
+@pytest.mark.parametrize(("owner", "mutants", "caught_by"), MUTANTS)
 def test_a_broken_scheduler_is_caught_for_what_it_breaks(
-    mutant: type[Scheduler] | type[Planner] | type[Resources], caught_by: type[Exception]
+    owner: type | ModuleType,
+    mutants: dict[str, Mutant],
+    caught_by: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where wrong tokens are expected the accounting is not even looked at: the answer itself must tell. (That the same
     traces pass without a mutation is the test above.)
     """
+    for name, mutant in mutants.items():
+        plant(monkeypatch, owner, name, mutant)
     verdicts: Counter[str] = Counter()
     for seed in range(400):
         try:
-            check_seed(seed, mutated(mutant), check=caught_by in (AccountingError, BrokenRule))
+            check_seed(seed, check=caught_by in (AccountingError, BrokenRule))
         except caught_by:
             return
         except Exception as error:  # it may break in other ways first
             verdicts[type(error).__name__] += 1
-    pytest.fail(f"400 seeds of {mutant.__name__} gave no {caught_by.__name__}: {dict(verdicts)}")
+    pytest.fail(f"400 seeds of {sorted(mutants)} gave no {caught_by.__name__}: {dict(verdicts)}")
 
 
 def test_plans_do_not_depend_on_the_process() -> None:

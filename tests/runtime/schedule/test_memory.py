@@ -6,6 +6,7 @@ from typing import Unpack
 
 import pytest
 
+from runtime.schedule import reservation
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.request import FinishReason
 from runtime.schedule.states import State
@@ -384,12 +385,12 @@ def test_what_is_full_at_the_end_is_found_although_its_turn_to_be_published_had_
     sequence = engine.sequence(1)
     while sequence.landed_tokens < 18:
         engine.turn()
-    assert engine.scheduler.resources._early(sequence) == 2
+    assert reservation.early(engine.scheduler.ledger, sequence) == 2
     assert sequence.published_blocks == 0, "due with the 19th token"
     if ends == "by cancel":
         engine.cancel(1)
     elif ends == "by eviction":
-        engine.scheduler.resources.evict(sequence)
+        reservation.evict(engine.scheduler.ledger, sequence)
     else:
         engine.turns_until(State.ENDED, 1)
     known = (*prompt_of(10), *engine.alone(1))

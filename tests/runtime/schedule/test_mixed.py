@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from runtime.schedule import reservation
 from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Admit, StepKind, StepPlan
 from runtime.schedule.request import Request, SamplingParams
@@ -365,7 +366,7 @@ def test_a_long_prompt_gets_half_of_every_step_whatever_comes_after_it() -> None
         took += 1
     assert took <= -(-240 // 7), "at least 7 tokens in each: 16, but for a bucket that the rows leave no more of"
     assert following - 2 - engine.scheduler.waiting > took / 2, "the short ones went on meanwhile"
-    engine.scheduler.resources.check()
+    engine.scheduler.ledger.check()
 
 
 def test_a_long_prompt_behind_another_waits_without_a_slot_and_shorter_ones_pass_it() -> None:
@@ -443,7 +444,7 @@ def test_what_was_scored_before_an_eviction_rides_with_the_rows_when_it_is_compu
     score(engine, 1, prompt=20, max_tokens=20)
     engine.turns_until(State.DECODE, 1)
     engine.turn()
-    engine.scheduler.resources.evict(engine.sequence(1))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(1))
     plans = engine.real_turns(2)
     assert kinds(plans) == "MM"
     assert all(plan.scored_tokens == 0 for plan in plans)
@@ -482,7 +483,7 @@ def test_cancel_pause_and_eviction_of_a_prompt_in_mixed_steps(depth: int) -> Non
     engine.pause(2)
     engine.turns_until(State.PAUSED, 2)
     engine.turns_until(State.PREFILL, 3)
-    engine.scheduler.resources.evict(engine.sequence(3))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(3))
     engine.turns(2)
     engine.resume(2)
     engine.finish()

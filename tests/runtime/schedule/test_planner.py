@@ -1,4 +1,4 @@
-"""The planner over resources, without events or results: what it plans, and that it launches nothing."""
+"""The planner over a ledger, without events or results: what it plans, and that it launches nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.schedule import admission
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import MixedSteps, SchedulerConfig
+from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import Request, SamplingParams
-from runtime.schedule.resources import Resources
 from runtime.schedule.states import State
 from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import prompt_of
@@ -20,17 +21,19 @@ DEEP = config_with(depth=8)
 
 
 def planner_of(config: SchedulerConfig, *, requests: int = 1, kind: type[Planner] = Planner) -> Planner:
-    resources = Resources(config)
+    ledger = Ledger(config)
     for request_id in range(requests):
-        assert resources.arrive(Request(request_id, prompt_of(3, request_id), SamplingParams(max_tokens=40))) == ()
-    return kind(config, resources)
+        assert (
+            admission.arrive(ledger, Request(request_id, prompt_of(3, request_id), SamplingParams(max_tokens=40))) == ()
+        )
+    return kind(ledger)
 
 
 def launch_next(planner: Planner) -> StepPlan:
     planned = planner.plan()
     assert planned is not None
     plan, rows = planned
-    planner.resources.chain.launch(Flight(plan.step, plan, rows, planner.resources.slots.version))
+    planner.ledger.chain.launch(Flight(plan.step, plan, rows, planner.ledger.slots.version))
     return plan
 
 
@@ -41,7 +44,7 @@ def test_a_plan_comes_with_the_sequences_of_its_rows_and_is_not_launched() -> No
     plan, rows = planned
     assert (plan.kind, plan.step, plan.width, plan.slots) == (StepKind.PREFILL, 0, 1, (1, 2))
     assert [sequence.slot for sequence in rows] == [1, 2]
-    assert (len(planner.resources.chain), planner.resources.chain.step) == (0, 0)
+    assert (len(planner.ledger.chain), planner.ledger.chain.step) == (0, 0)
 
 
 def test_nothing_to_plan() -> None:
@@ -52,7 +55,7 @@ def test_nothing_to_plan() -> None:
 
 def test_what_is_paused_is_not_planned() -> None:
     planner = planner_of(DEEP)
-    planner.resources.pause(planner.resources.sequences[0])
+    planner.ledger.pause(planner.ledger.sequences[0])
     assert planner.plan() is None
     assert planner.why_void() == "paused"
 
@@ -60,18 +63,18 @@ def test_what_is_paused_is_not_planned() -> None:
 @pytest.mark.parametrize("widths", [(1,), (2,), (1, 4), (1, 8, 3), (32, 1)], ids=str)
 def test_decode_steps_take_their_widths_in_turn_and_prefills_have_one(widths: tuple[int, ...]) -> None:
     planner = planner_of(config_with(DEEP, widths=widths, blocks=200))
-    resources = planner.resources
+    ledger = planner.ledger
     assert launch_next(planner).width == 1
-    sequence = resources.sequences[0]
+    sequence = ledger.sequences[0]
     assert (sequence.planned_tokens, sequence.uncertain_tokens) == (4, 0)
     seen = [launch_next(planner).width for _ in range(2)]
-    resources.arrive(Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
+    admission.arrive(ledger, Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
     assert launch_next(planner).kind is StepKind.PREFILL, "which takes no turn"
     seen += [launch_next(planner).width for _ in range(5)]
     assert seen == [widths[n % len(widths)] for n in range(7)]
     assert sequence.planned_tokens == 3 + 1 + sum(seen)
     assert sequence.planned_tokens - sequence.uncertain_tokens == 3 + 1 + 7, "at least a token each"
-    resources.check()
+    ledger.check()
 
 
 def test_the_width_is_one_method_that_a_policy_replaces() -> None:
@@ -81,9 +84,9 @@ def test_the_width_is_one_method_that_a_policy_replaces() -> None:
 
     planner = planner_of(config_with(DEEP, widths=(4,)), kind=NarrowWhenBusy)
     assert [launch_next(planner).width for _ in range(3)] == [1, 4, 4]
-    planner.resources.arrive(Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
+    admission.arrive(planner.ledger, Request(1, prompt_of(3, 1), SamplingParams(max_tokens=40)))
     assert [launch_next(planner).width for _ in range(3)] == [1, 1, 1]
-    planner.resources.check()
+    planner.ledger.check()
 
 
 def test_widths_enter_the_digest() -> None:
@@ -93,7 +96,7 @@ def test_widths_enter_the_digest() -> None:
         planner = planner_of(config_with(DEEP, widths=(*widths, 4), blocks=200))
         for _ in range(3):
             launch_next(planner)
-        return planner.resources.digest.value
+        return planner.ledger.digest.value
 
     assert len({digest(1, 1), digest(1, 2), digest(2, 1), digest(2, 2)}) == 4
     assert digest(3, 1, 2) == digest(3, 1, 3), "the third was not planned yet"
@@ -109,16 +112,16 @@ def test_depth_horizon_and_budgets_enter_the_digest() -> None:
         config_with(depth=1, mixed=mixed),
         config_with(depth=1, mixed=replace(mixed, budgets=((4, 64, 16),))),
     ]
-    assert len({Resources(config).digest.value for config in configs}) == len(configs)
-    assert Resources(configs[0]).digest.value == Resources(config_with(depth=1)).digest.value
+    assert len({Ledger(config).digest.value for config in configs}) == len(configs)
+    assert Ledger(configs[0]).digest.value == Ledger(config_with(depth=1)).digest.value
 
 
 def test_a_row_drains_when_the_steps_in_flight_are_surely_enough() -> None:
     """Seven more tokens after the prompt's: however wide the steps are, it takes seven to be sure."""
     for widths in ((1,), (4,), (1, 4), (8, 1)):
         planner = planner_of(config_with(DEEP, depth=20, widths=widths, blocks=200), requests=0)
-        planner.resources.arrive(Request(0, prompt_of(3), SamplingParams(max_tokens=8)))
+        admission.arrive(planner.ledger, Request(0, prompt_of(3), SamplingParams(max_tokens=8)))
         plans = [launch_next(planner) for _ in range(8)]
         assert [plan.kind for plan in plans] == [StepKind.PREFILL] + [StepKind.DECODE] * 7
         assert planner.plan() is None
-        assert planner.resources.sequences[0].state is State.DRAINING
+        assert planner.ledger.sequences[0].state is State.DRAINING

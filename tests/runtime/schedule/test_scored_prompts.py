@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.schedule import reservation
 from runtime.schedule.plan import Admit, Chunk
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.states import State
@@ -79,7 +80,7 @@ def test_an_eviction_scores_nothing_twice_and_forgets_nothing(evicted_in: State)
     engine.turns_until(State.PREFILL, 1)
     engine.turns_until(evicted_in, 1)
     planned = len([chunk for chunk in chunks(engine) if chunk.scored is not None])
-    engine.scheduler.resources.evict(engine.sequence(1))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(1))
     engine.finish()
     assert engine.scheduler.counters.evictions == 1
     assert planned >= 1

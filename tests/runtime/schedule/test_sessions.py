@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from runtime.schedule import admission
 from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import Continue, Extend, Notice, Refused
 from runtime.schedule.request import FinishReason, Request, SamplingParams
-from runtime.schedule.resources import Resources
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState, Session
 from runtime.schedule.sessions import Sessions
@@ -82,19 +83,24 @@ class RevivesWhoRuns(Sessions):
 
     def _continue(self, sequence: SequenceState, session: Session, tokens: int) -> None:
         super()._continue(sequence, session, tokens)
-        for update in list(self._resources._slot_updates.values()):
-            self._resources._slot_updates[update.slot] = type(update)(update.slot, update.max_length, True)
+        for update in list(self._ledger.slot_updates.values()):
+            self._ledger.slot_updates[update.slot] = type(update)(update.slot, update.max_length, True)
 
 
-class NeverRevives(Resources):
-    def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
-        super().update_slot(sequence, revive=False)
+class NeverRevives(Scheduler):
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.ledger.update_slot = partial(never_revives, self.ledger.update_slot)  # type: ignore[method-assign]
+
+
+def never_revives(usual: Callable[..., None], sequence: SequenceState, *, revive: bool) -> None:
+    usual(sequence, revive=False)
 
 
 def with_sessions(kind: type[Sessions]) -> Callable[[SchedulerConfig], Scheduler]:
     def build(config: SchedulerConfig) -> Scheduler:
         scheduler = Scheduler(config)
-        scheduler.sessions = kind(scheduler.resources)
+        scheduler.sessions = kind(scheduler.ledger)
         return scheduler
 
     return build
@@ -112,7 +118,7 @@ def check_all(build: Callable[[SchedulerConfig], Scheduler]) -> None:
         (with_sessions(TakesAnyEpoch), (WrongSession,)),
         (with_sessions(ForgetsTheNewestToken), (WrongSession,)),
         (with_sessions(RevivesWhoRuns), (AssertionError,)),
-        (lambda config: Scheduler(config, resources=NeverRevives), (SessionHang, RuntimeError)),
+        (NeverRevives, (SessionHang, RuntimeError)),
     ],
     ids=["parks too early", "any epoch", "newest token", "revives who runs", "never revives"],
 )
@@ -157,21 +163,23 @@ def test_a_config_that_cannot_be(limits: dict[str, object], message: str) -> Non
 def test_there_are_no_more_sessions_than_there_may_be() -> None:
     engine = scheduler(max_sessions=1)
     request = Request(0, (1, 2), SamplingParams(max_tokens=4))
-    assert not engine.resources.arrive(request, 1)
-    (refused,) = engine.resources.arrive(Request(1, (1, 2), SamplingParams(max_tokens=4)), 1)
+    assert not admission.arrive(engine.ledger, request, 1)
+    (refused,) = admission.arrive(engine.ledger, Request(1, (1, 2), SamplingParams(max_tokens=4)), 1)
     assert (refused.reason, refused.detail) == (
         FinishReason.REJECTED,
         "there are 1 sessions, max_sessions is 1: close one",
     )
-    assert not engine.resources.arrive(Request(2, (1, 2), SamplingParams(max_tokens=4))), "requests are not sessions"
+    assert not admission.arrive(engine.ledger, Request(2, (1, 2), SamplingParams(max_tokens=4))), (
+        "requests are not sessions"
+    )
 
 
 def test_with_the_policy_refuse_what_is_promised_fits() -> None:
     """16 blocks of 4 hold two sessions of 8 blocks, whatever they do."""
     engine = scheduler(blocks=16, session_policy="refuse")
     for number in range(2):
-        assert not engine.resources.arrive(Request(number, (1, 2), SamplingParams(max_tokens=31)), 1)
-    (refused,) = engine.resources.arrive(Request(2, (1, 2), SamplingParams(max_tokens=1)), 1)
+        assert not admission.arrive(engine.ledger, Request(number, (1, 2), SamplingParams(max_tokens=31)), 1)
+    (refused,) = admission.arrive(engine.ledger, Request(2, (1, 2), SamplingParams(max_tokens=1)), 1)
     assert "1 blocks, and 16 of 16 are promised to other sessions" in refused.detail
 
 
@@ -196,7 +204,7 @@ def test_what_a_stop_id_overtook_does_not_meet_the_next_turn(told: State) -> Non
     assert engine.state(1) is told
     engine.submit(Continue(1, 1, 2))
     engine.turns_until(State.PARKED, 1)
-    assert engine.scheduler.resources.tables_change, "its new end still waits for a plan"
+    assert engine.scheduler.ledger.slot_updates, "its new end still waits for a plan"
     engine.submit(Extend(1, 1, (3, 4), 5, 5))
     engine.turns_until(State.DECODE, 1)
     (plan,) = [plan for plan in engine.plans if plan is not None and plan.chunks][-1:]

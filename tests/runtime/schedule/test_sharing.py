@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
+from runtime.schedule import prefix, reservation
 from runtime.schedule.config import MixedSteps, SnapshotPolicy
 from runtime.schedule.plan import Chunk, ResetPrefixCache
-from runtime.schedule.planner import MOST_TOLD_BLOCKS
+from runtime.schedule.prefill import MOST_TOLD_BLOCKS
 from runtime.schedule.request import FinishReason
 from runtime.schedule.sharing import MOST_WAITS
 from runtime.schedule.slots import AccountingError
@@ -76,10 +77,10 @@ def _turns_until_it_fits(every_time: bool) -> tuple[int, int]:
     engine.admit(99, (*document[:290], *prompt_of(1400, 99)), max_tokens=9)
     ended, look_ups = len(engine.finished), 0
     scheduler = engine.scheduler
-    with patch.object(scheduler.resources.sharing, "hits", wraps=scheduler.resources.sharing.hits) as hits:
+    with patch.object(scheduler.ledger.sharing, "hits", wraps=scheduler.ledger.sharing.hits) as hits:
         while engine.state(99) is State.WAITING:
             if every_time:
-                scheduler.planner._fits_from = (-1, -1, 0)
+                scheduler.planner.prefill._fits_from = (-1, -1, 0)
             engine.turn()
         look_ups, ended = hits.call_count, len(engine.finished) - ended
     engine.finish()
@@ -219,7 +220,7 @@ def test_a_writer_that_is_evicted_is_not_waited_for_and_takes_nothing_along(dept
     met: set[tuple[State, bool]] = set()
     for blocks in range(24, 46):
         engine, doing, taken = until_an_eviction(blocks, depth, chunk)
-        writer = engine.scheduler.resources.sequences.get(0)
+        writer = engine.scheduler.ledger.sequences.get(0)
         if writer is not None and writer.seated_before and writer.state in (State.EVICTING, State.WAITING):
             wrote = sum(len(cut.token_ids) for _, cut in chunks_of(engine, 0))
             met.add((doing, taken > 0))
@@ -229,7 +230,7 @@ def test_a_writer_that_is_evicted_is_not_waited_for_and_takes_nothing_along(dept
         engine.finish()  # right tokens, and every block and slot is back
         assert engine.reason(0) is engine.reason(1) is FinishReason.LENGTH
         assert engine.scheduler.counters.distrusted == 0
-        assert not engine.scheduler.resources.sharing._begun, "nobody waits for a block that nobody writes"
+        assert not engine.scheduler.ledger.sharing._begun, "nobody waits for a block that nobody writes"
     assert met >= {(State.PREFILL, True), (State.DECODE, True)}, met
 
 
@@ -239,12 +240,12 @@ def test_a_writer_that_gets_no_chunk_is_waited_for_no_longer_than_so_many_steps(
     engine.admit(1, (*prompt_of(26), 1), max_tokens=4)
     engine.turn()
     planner, writer = engine.scheduler.planner, engine.sequence(0)
-    held_back = planner._prefilling.pop(0)
+    held_back = planner.prefill.prefilling.pop(0)
     assert held_back is writer
     assert engine.turns(MOST_WAITS) == [None] * MOST_WAITS
     (plan,) = engine.real_turns(1)
     assert [chunk.start for chunk in plan.chunks] == [4], "the block that the writer has begun"
-    planner._prefilling[0] = writer
+    planner.prefill.prefilling[0] = writer
     engine.finish()
 
 
@@ -286,7 +287,7 @@ def test_what_takes_the_place_of_a_block_that_is_begun_waits_for_its_fence() -> 
     twin = engine.scheduler.pool.take(1)  # somebody else has computed the same meanwhile
     engine.scheduler.pool.publish(twin[0], writer.prefix_id, prompt_of(14)[4:8])
     engine.device.cells[twin[0]] = list(prompt_of(14)[4:8])
-    engine.scheduler.resources.look_again(writer)
+    prefix.look_again(engine.scheduler.ledger, writer)
     assert (writer.blocks[1], writer.prefilled) == (twin[0], 8)
     assert begun not in engine.scheduler.pool._free
     engine.scheduler.pool.give_back(twin)
@@ -448,7 +449,7 @@ def test_a_request_that_is_evicted_behind_a_reset_shares_again() -> None:
     engine.admit(1, 12, max_tokens=30)
     engine.turns(4)
     engine.submit(ResetPrefixCache())
-    engine.scheduler.resources.evict(engine.sequence(1))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(1))
     engine.turns_until(State.DECODE, 1)
     engine.admit(2, prompt_of(12, 1), max_tokens=2)
     engine.finish()
@@ -468,7 +469,7 @@ def test_a_prefix_is_found_by_requests_with_the_same_salt_alone(depth: int, snap
         engine.admit(request_id, prompt, max_tokens=8, salt=salt)
     engine.turns(8)
     assert engine.scheduler.counters.prefix_waits == 0, "none waits for another one's blocks"
-    engine.scheduler.resources.evict(engine.sequence(2))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(2))
     engine.finish()
     done = engine.scheduler.counters.prefix_hit_tokens
     for request_id, salt, hits in ((4, "carol", 0), (5, "alice", 28), (6, "bob", 28), (7, "", 28), (8, "carol", 28)):

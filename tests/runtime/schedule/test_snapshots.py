@@ -9,6 +9,7 @@ from typing import Unpack
 
 import pytest
 
+from runtime.schedule import reservation
 from runtime.schedule.config import SnapshotPolicy
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.request import FinishReason
@@ -178,7 +179,7 @@ def test_what_was_evicted_goes_on_from_its_snapshot() -> None:
     engine.turns(4)
     engine.pause(0)
     engine.turns(4)
-    engine.scheduler.resources.evict(engine.sequence(0))
+    reservation.evict(engine.scheduler.ledger, engine.sequence(0))
     engine.resume(0)
     engine.finish()
     assert counted(engine)[1] == 1

@@ -410,7 +410,7 @@ def digest_of_a_window(count: int) -> int:
         assert plan is not None
         assert plan.width == len(tokens)
         scheduler.land(plan.step, StepResult(plan.step, tokens, [kept], [FinishReason.NONE]))
-    assert len(scheduler.resources.sequences[0].tokens) == 6 + 1 + count
+    assert len(scheduler.ledger.sequences[0].tokens) == 6 + 1 + count
     return scheduler.digest.value
 
 

@@ -111,7 +111,7 @@ def test_behind_full_rows_nothing_is_read(prefix_caching: bool, mixed: MixedStep
 def test_beside_a_prompt_in_chunks_nothing_is_read(prefix_caching: bool, mixed: MixedSteps | None) -> None:
     """The last row has a long prompt, of which every step computes a few tokens."""
     line = Line(20, endless=True, rows=3, slots=6, prefix_caching=prefix_caching, mixed=mixed)
-    while line.engine.scheduler.planner._row_free:
+    while line.engine.scheduler.planner.prefill.row_free:
         line.turn()
     assert line.engine.sequence(line.waiting[0]).slot
     assert any(line.engine.sequence(i).state is State.PREFILL for i in line.waiting)

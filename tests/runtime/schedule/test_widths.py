@@ -25,7 +25,7 @@ class Scripted:
     def __init__(self, config: SchedulerConfig, max_tokens: int) -> None:
         self.scheduler = Scheduler(config)
         self.scheduler.submit(Admit(Request(0, prompt_of(3), SamplingParams(max_tokens=max_tokens))))
-        self.sequence: SequenceState = self.scheduler.resources.sequences[0]
+        self.sequence: SequenceState = self.scheduler.ledger.sequences[0]
         self.plans: deque[StepPlan | None] = deque()
         self.finished: tuple[Finished, ...] = ()
 

@@ -121,7 +121,7 @@ class Story:
         self.guest_prompts = 0  # tokens of guests' prompts since the last rest
 
     def slot(self, id_: int) -> int:
-        return self.engine.scheduler.resources.sequences[id_].slot
+        return self.engine.scheduler.ledger.sequences[id_].slot
 
     def start(self, first: Request, quantum: int) -> None:
         id_, known = first.request_id, len(first.prompt_token_ids)
@@ -212,7 +212,7 @@ class Story:
         return bool(session.stretches) and len(session.text) < session.stretches[-1].end
 
     def _epoch(self, id_: int) -> int:
-        session = self.engine.scheduler.resources.sequences[id_].session
+        session = self.engine.scheduler.ledger.sequences[id_].session
         assert session is not None
         return session.epoch
 
@@ -379,7 +379,7 @@ def zeroed(story: Story) -> Callable[[str, int], None]:
     """What the slot keeps is gone at CONTINUE; of a drafter without, its entries of the newest block with KV."""
 
     def mutate(verb: str, id_: int) -> None:
-        sequence = story.engine.scheduler.resources.sequences[id_]
+        sequence = story.engine.scheduler.ledger.sequences[id_]
         if verb == "continue" and sequence.slot:
             block = sequence.blocks[(sequence.landed_tokens - 2) // BLOCK]
             kept = [rows[sequence.slot] for rows in story.kept] or [

@@ -66,7 +66,7 @@ def timeline(depth: int = 2) -> str:
         counts = [_counts(scheduler, request_id) for request_id in range(len(PARTS))]
         if len(in_flight) > depth or not scheduler.unfinished:
             ghosts = scheduler.counters.ghost_rows
-            last_steps = {id_: sequence.last_step for id_, sequence in scheduler.resources.sequences.items()}
+            last_steps = {id_: sequence.last_step for id_, sequence in scheduler.ledger.sequences.items()}
             result = in_flight.popleft()
             output = scheduler.land(scheduler.step - len(in_flight) - 1, result)
             landed = f"{output.step}"
@@ -85,7 +85,7 @@ def _planned(plan: StepPlan | None, device: ScriptedDevice) -> str:
 
 
 def _counts(scheduler: Scheduler, request_id: int) -> str:
-    sequence = scheduler.resources.sequences.get(request_id)
+    sequence = scheduler.ledger.sequences.get(request_id)
     if sequence is None:
         return ""
     return f"{sequence.planned_tokens}/{sequence.landed_tokens} {sequence.state.value}"

@@ -1,0 +1,119 @@
+"""The plan being made: what a step tells the device in addition to its decode rows, and what of it enters the digest.
+
+Knows: slot writes, forks, snapshots, block writes and copies, and their order. Does not know: who is in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from runtime.schedule.ledger import Ledger
+from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
+from runtime.schedule.sequence import SequenceState
+
+
+class PlanDraft:
+    """What has come together for the next ``finish``.
+
+    ``restored``, ``saved``: (snapshot, slot) and (slot, snapshot). ``forks`` and ``forked``: forks of prompts whose
+    last chunk is cut, and their sequences. ``paused_now``: rows whose requests are paused already.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.slot_writes: list[SlotWrite] = []
+        self.restored: list[tuple[int, int]] = []
+        self.saved: list[tuple[int, int]] = []
+        self.forks: list[Fork] = []
+        self.forked: list[SequenceState] = []
+        self.paused_now = 0
+        self._ledger = ledger
+
+    def write_slot(self, sequence: SequenceState) -> None:
+        """The device learns all about the request in its slot."""
+        self.slot_writes.append(_slot_write(sequence))
+
+    def with_forked(self, rows: list[SequenceState]) -> list[SequenceState]:
+        """All rows after the decode rows: ``rows``, which have chunks, and those of forks."""
+        forked, self.forked = self.forked, []
+        return rows + forked
+
+    def finish(
+        self,
+        kind: StepKind,
+        slots: tuple[int, ...],
+        epochs: tuple[int, ...],
+        width: int,
+        chunks: Sequence[Chunk] = (),
+        prefills: Sequence[SequenceState] = (),
+    ) -> StepPlan:
+        """The plan. ``slots``, ``epochs``: of its decode rows. ``prefills``: the sequences of its other rows."""
+        ledger = self._ledger
+        forks = tuple(self.forks)
+        self.forks.clear()
+        if prefills:
+            slots += tuple([sequence.slot for sequence in prefills])
+            epochs += tuple([sequence.epoch for sequence in prefills])
+        copies = ledger.take_copies()
+        written = {write.slot for write in self.slot_writes}
+        for copy, sequence in copies:
+            if copy.slot not in written:
+                self.write_slot(sequence)
+            sequence.resumes = False
+        plan = StepPlan(
+            step=ledger.chain.step,
+            kind=kind,
+            slots=slots,
+            epochs=epochs,
+            width=width,
+            slot_writes=tuple(self.slot_writes),
+            block_writes=ledger.take_block_writes(),
+            chunks=tuple(chunks),
+            forks=forks,
+            slot_updates=ledger.take_slot_updates(),
+            restored=tuple(self.restored),
+            saved=tuple(self.saved),
+            copies=tuple([copy for copy, _ in copies]),
+            tree=ledger.limits.tree if width > 1 else 0,
+        )
+        self.slot_writes.clear()
+        self.restored.clear()
+        self.saved.clear()
+        ledger.digest.fold(plan.step, kind.name, (len(slots), *_numbers(plan)))
+        return plan
+
+
+def _numbers(plan: StepPlan) -> list[int]:
+    """What a plan tells the device, for the digest."""
+    numbers = list(chain.from_iterable(plan.block_writes))
+    for write in plan.slot_writes:
+        numbers += (write.slot, write.epoch, write.request_id, write.length)
+    for chunk in plan.chunks:
+        numbers += (chunk.slot, chunk.start, len(chunk.token_ids))
+    for update in plan.slot_updates:
+        numbers += (update.slot, update.max_length, update.revive)
+    for fork in plan.forks:
+        numbers += (fork.slot, fork.chunk, *(fork.copied or ()))
+    for pair in (*plan.restored, *plan.saved):
+        numbers += pair
+    for copy in plan.copies:
+        numbers += (copy.source, copy.slot, *(copy.copied or ()))
+    return numbers
+
+
+def _slot_write(sequence: SequenceState) -> SlotWrite:
+    request = sequence.request
+    prompt_length = len(request.prompt_token_ids)
+    return SlotWrite(
+        slot=sequence.slot,
+        epoch=sequence.epoch,
+        request_id=request.request_id,
+        length=sequence.prefilled,
+        prompt_length=prompt_length,
+        min_length=prompt_length + request.sampling.min_tokens,
+        max_length=sequence.max_length,
+        token_ids=sequence.tokens[:],
+        stop_token_ids=request.stop_token_ids,
+        sampling=request.sampling,
+        resumes=sequence.resumes,
+    )
