@@ -1,18 +1,17 @@
 """SlotClient: a program's end of a daemon's socket, with tagged frames; and the same for asyncio.
 
-Knows: how lines are made of calls, and frames dealt out to the sessions they are of. Does not know: the daemon.
+Knows: how calls become lines, and which session each frame belongs to. Does not know: the daemon.
 
     with SlotClient("/tmp/slots.sock") as client:
         chat = client.start("def gcd(a, b):", max_tokens=64, quantum=16, keep=True, text=True)
         for frame in chat.answer():                      # quantum after quantum, until the answer is complete
             if frame.kind is Kind.TEXT: print(frame.text, end="")
         chat.extend("\\n\\ndef lcm(a, b):", max_tokens=64, quantum=16)
-
     async with AsyncSlotClient("/tmp/slots.sock") as client:
         chat = await client.start([1, 2, 3], max_tokens=64, quantum=16)
         async for frame in chat.answer(): ...
 
-A client's calls wait for the daemon's answer to their line; frames of other sessions that come meanwhile are kept.
+A call waits for the daemon's answer to its line. Frames of other sessions that come meanwhile are kept.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 from runtime.daemon.frames import BadFrame, Frame, FrameReader, Kind
 from runtime.daemon.verbs import ALIASES, ALIASES_OF_BATCHES
@@ -35,6 +33,7 @@ _FINAL: Final = (Kind.DONE, Kind.CLOSED)
 _LATE: Final = ("SCHED_DRAIN", "SCHED_PROBE")  # they are answered when they are over
 
 Prompt = str | Sequence[int]
+C = TypeVar("C", "SlotClient", "AsyncSlotClient")
 
 
 class SlotError(RuntimeError):
@@ -43,8 +42,8 @@ class SlotError(RuntimeError):
 
 def _line(verb: str, request: int | None = None, slot: int | None = None, *arguments: object, **options: Any) -> str:
     words: list[object] = [] if request is None else ["REQ", request]
-    words += [] if slot is None else ["SLOT", slot]
-    words += [verb, *(argument for argument in arguments if argument is not None)]
+    words += [verb] if slot is None else ["SLOT", slot, verb]
+    words += [argument for argument in arguments if argument is not None]
     words += [f"{name}={_value(value)}" for name, value in options.items()]
     return " ".join(map(str, words))
 
@@ -69,17 +68,17 @@ def _prompt(prompt: Prompt) -> str:
 
 
 class _Desk:
-    """Frames as they come, to whoever waits for them."""
+    """Frames by the session or the line that they answer."""
 
     def __init__(self) -> None:
         self._reader = FrameReader()
         self._expected = 0
         self.answers: deque[Frame] = deque()  # ACK, STATS, and ERROR of a line
-        self._unheard: deque[str] = deque()  # verbs of lines whose answers are to come, and nobody waits for any more
+        self._given_up: deque[str] = deque()  # verbs of lines whose answers are still to come, and are dropped then
         self.of_sessions: dict[int, deque[Frame]] = {}
-        self.loose: deque[Frame] = deque()  # of sessions that nobody here has
-        self.next_request = 1
-        self.taken = 0  # how often something came
+        self.loose: deque[Frame] = deque()  # of sessions that this client did not begin
+        self.latest_request = 0
+        self.taken = 0  # how often bytes came
 
     def take(self, data: bytes) -> list[Frame]:
         self.taken += 1
@@ -89,66 +88,66 @@ class _Desk:
                 raise BadFrame(f"frame {frame.sequence} came where {self._expected} was due: one is lost")
             self._expected = (frame.sequence + 1) % (1 << 32)
             if frame.kind in (Kind.ACK, Kind.STATS) or (frame.kind is Kind.ERROR and not frame.epoch):
-                if not self._is_unheard(frame):
+                if not self._answers_given_up(frame):
                     self.answers.append(frame)
             else:
                 self.of_sessions.get(frame.request, self.loose).append(frame)
         return found
 
-    def _is_unheard(self, frame: Frame) -> bool:
-        """Whether it answers a line that was given up. Answers come in the order of the lines, but those of _LATE: they
-        say whose they are, as each ACK does."""
+    def _answers_given_up(self, frame: Frame) -> bool:
+        """Whether it answers a line that was given up. Answers come in the order of the lines, except those of _LATE,
+        which name their verb, as each ACK does."""
         if frame.kind is Kind.ERROR:
-            late = [verb for verb in self._unheard if verb in _LATE and frame.text.startswith(f"{verb}: ")]
-            found = late or [verb for verb in self._unheard if verb not in _LATE]
+            late = [verb for verb in self._given_up if verb in _LATE and frame.text.startswith(f"{verb}: ")]
+            found = late or [verb for verb in self._given_up if verb not in _LATE]
         else:
             verb = "STATS" if frame.kind is Kind.STATS else frame.answer["verb"]
-            found = [verb] if verb in self._unheard else []
+            found = [verb] if verb in self._given_up else []
         if found:
-            self._unheard.remove(found[0])
+            self._given_up.remove(found[0])
         return bool(found)
 
     def give_up(self, line: str) -> None:
-        """Whoever said it, the latest, does not wait for its answer any more."""
-        if self.answers:
-            self.answers.clear()
-        else:
-            self._unheard.append(_verb_of(line))
+        """The caller of the latest line does not wait for its answer any more."""
+        if not self.answers:
+            self._given_up.append(_verb_of(line))
+        self.answers.clear()
 
     def abandon(self, request: int) -> None:
-        """A CANCEL of this session was said behind a line that was given up: nobody hears what comes of either."""
-        self._unheard.append("CANCEL")
+        """A CANCEL of this session followed a line that was given up: the answers to both are dropped."""
+        self._given_up.append("CANCEL")
         self.of_sessions[request] = deque(maxlen=0)
 
     def new_request(self) -> int:
-        request, self.next_request = self.next_request, self.next_request + 1
-        self.of_sessions[request] = deque()
-        return request
+        self.latest_request += 1
+        self.of_sessions[self.latest_request] = deque()
+        return self.latest_request
 
 
 def _answer_of(frame: Frame) -> dict[str, Any]:
     if frame.kind is Kind.ERROR:
         raise SlotError(frame.text)
-    answer: dict[str, Any] = frame.answer
-    return answer
+    return dict(frame.answer)
 
 
-class _Session:
-    """What both kinds of sessions know. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE.
-    ``parent``: of a fork, which runs only when a verb starts it, and whose answer is complete where its parent's is."""
+class _Session(Generic[C]):
+    """A session of a client of kind C. ``epoch``: its turns, as the daemon counts them; ``quantum``: of CONTINUE.
+
+    ``parent``: of a fork, which runs only when a verb starts it. Its answer is complete if its parent's is.
+    """
 
     def __init__(
-        self, desk: _Desk, request: int, quantum: int, answer: dict[str, Any], parent: _Session | None = None
+        self, client: C, request: int, quantum: int, answer: dict[str, Any], parent: _Session[C] | None = None
     ) -> None:
         self.request, self.quantum = request, quantum
         self.epoch, self.slot = int(answer["epoch"]), int(answer.get("place", -1))
-        self._desk = desk
+        self._client: C = client
         self.finished: bool = parent is not None and parent.finished  # its answer is complete, or it is closed
         self.running = parent is None  # frames come
 
     def _next(self) -> Frame | None:
-        """Its next frame, if it is there. Raises SlotError for a verb of its own that came too late."""
-        frames = self._desk.of_sessions[self.request]
+        """Its next frame, if it is there. Raises SlotError for one of its verbs that came too late."""
+        frames: deque[Frame] = self._client.desk.of_sessions[self.request]
         if not frames:
             return None
         frame = frames.popleft()
@@ -160,19 +159,8 @@ class _Session:
         return frame
 
 
-class SlotSession(_Session):
+class SlotSession(_Session["SlotClient"]):
     """One session of a SlotClient."""
-
-    def __init__(
-        self,
-        client: SlotClient,
-        request: int,
-        quantum: int,
-        answer: dict[str, Any],
-        parent: SlotSession | None = None,
-    ) -> None:
-        super().__init__(client.desk, request, quantum, answer, parent)
-        self._client = client
 
     def frames(self) -> Iterator[Frame]:
         """Until its quantum is over: the last is QUANTUM_DONE, DONE or CLOSED."""
@@ -184,7 +172,7 @@ class SlotSession(_Session):
                 return
 
     def answer(self) -> Iterator[Frame]:
-        """Quantum after quantum, until the answer is complete or the session closed; none where it already is."""
+        """Quantum after quantum, until the answer is complete or the session closed; none if it already is."""
         while not self.finished:
             if not self.running:
                 self.proceed()
@@ -206,7 +194,7 @@ class SlotSession(_Session):
         self.epoch, self.finished, self.running = int(answer["epoch"]), False, True
 
     def fork(self) -> SlotSession:
-        """Another session that knows what this one knows."""
+        """Another session with this one's context."""
         request = self._client.desk.new_request()
         answer = self._client.command(_line("FORK", request, None, self.request), opens=request)
         return SlotSession(self._client, request, self.quantum, answer, self)
@@ -221,7 +209,7 @@ class SlotSession(_Session):
 class SlotClient:
     """A connection to the daemon at ``path``. ``facts``: what it said of itself: model, max_model_len, places.
 
-    Raises OSError where nobody listens, and SlotError. One thread at a time.
+    Raises OSError if no daemon listens, and SlotError. One thread at a time.
     """
 
     def __init__(self, path: str | Path, *, timeout: float | None = None) -> None:
@@ -244,9 +232,9 @@ class SlotClient:
         return SlotSession(self, request, quantum, self.command(line, opens=request))
 
     def command(self, line: str, *, opens: int | None = None) -> dict[str, Any]:
-        """Say any line of the protocol, and wait for its answer. Raises SlotError, and TimeoutError: what the line asks
-        for may be done all the same, and its answer is nobody's. A connection that takes no whole line is closed.
-        ``opens``: the session that the line opens; it is closed again where the wait for the answer is given up."""
+        """Send any line of the protocol and wait for its answer. Raises SlotError, and TimeoutError: what the line asks
+        for may be done all the same, and its answer is dropped. A connection that takes no whole line is closed.
+        ``opens``: the session that the line opens; it is closed again if the wait for the answer is given up."""
         self._say(line)
         try:
             while not self.desk.answers:
@@ -268,7 +256,7 @@ class SlotClient:
             raise
 
     def read(self) -> list[Frame]:
-        """Wait for more, and deal it out. Raises SlotError where the daemon is gone."""
+        """Wait for bytes, and sort their frames. Raises SlotError if the daemon is gone."""
         data = self._socket.recv(_READ_BYTES)
         if not data:
             raise SlotError("the daemon has closed the connection")
@@ -281,25 +269,12 @@ class SlotClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class AsyncSlotSession(_Session):
+class AsyncSlotSession(_Session["AsyncSlotClient"]):
     """One session of an AsyncSlotClient; calls as those of SlotSession."""
-
-    def __init__(
-        self,
-        client: AsyncSlotClient,
-        request: int,
-        quantum: int,
-        answer: dict[str, Any],
-        parent: AsyncSlotSession | None = None,
-    ) -> None:
-        super().__init__(client.desk, request, quantum, answer, parent)
-        self._client = client
 
     async def frames(self) -> AsyncIterator[Frame]:
         while True:
@@ -339,7 +314,7 @@ class AsyncSlotSession(_Session):
 
 
 class AsyncSlotClient:
-    """SlotClient for asyncio: any number of tasks, each with sessions of its own. ``async with`` connects.
+    """SlotClient for asyncio: any number of tasks, each with its sessions. ``async with`` connects.
 
     One line waits for its answer at a time. So give SCHED_DRAIN and SCHED_PROBE, whose answer comes when they are over,
     a connection whose other tasks can wait; MODE auto is answered at once.
@@ -356,7 +331,7 @@ class AsyncSlotClient:
         self._reading: asyncio.Task[None] | None = None
 
     async def connect(self) -> Self:
-        """Raises OSError where nobody listens."""
+        """Raises OSError if no daemon listens."""
         reader, self._writer = await asyncio.open_unix_connection(self._path)
         self._reading = asyncio.ensure_future(self._read(reader))
         try:
@@ -380,7 +355,7 @@ class AsyncSlotClient:
             self._news.notify_all()
 
     async def wait(self) -> None:
-        """For anything to come. Raises SlotError where nothing will."""
+        """For bytes to come. Raises SlotError if none will."""
         if self._gone is not None:
             raise self._gone
         seen = self.desk.taken
@@ -396,7 +371,7 @@ class AsyncSlotClient:
         return AsyncSlotSession(self, request, quantum, await self.command(line, opens=request))
 
     async def command(self, line: str, *, opens: int | None = None) -> dict[str, Any]:
-        """As SlotClient's. What a line asks for is done also where its task is cancelled while it waits."""
+        """As SlotClient's. What a line asks for is done even if its task is cancelled while it waits."""
         assert self._writer is not None, "connect first"
         async with self._saying:
             self._writer.write(line.encode() + b"\n")
@@ -421,7 +396,5 @@ class AsyncSlotClient:
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -1,7 +1,7 @@
 """The two streams that a daemon answers on, as bytes.
 
 Knows: the tagged frame and its kinds, the plain stream of token ids, how both are read again from any pieces.
-Does not know: what a session is (desk.py), verbs (verbs.py), sockets (server.py).
+Does not know: what a session is (session.py), verbs (verbs.py), sockets (server.py).
 
 A tagged frame, all numbers little-endian:
 

@@ -1,6 +1,6 @@
-"""What the daemon knows of one session and of one connection.
+"""One session and one connection of a daemon.
 
-Knows: counts, states, what is to be sent. Does not know: verbs (desk.py), engines, sockets.
+Knows: counts, states, what is to be sent. Does not know: verbs (actions.py), engines, sockets.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from runtime.schedule.request import Request
 
 
 class Phase(Enum):
-    RUNNING = "running"  # it may gain tokens
+    RUNNING = "running"  # tokens may come
     PARKED = "parked"  # its quantum is over, its budget is not
-    COMPLETE = "complete"  # its answer is; it was started with keep
+    COMPLETE = "complete"  # its answer is complete; it was started with keep
 
 
 @dataclass(slots=True, eq=False)
 class SlotSession:
     """``request`` is the client's id, ``engine_id`` the engine's. Counts are tokens of this turn: ``shown`` so far,
-    ``wanted`` granted, ``budget`` at most; ``boundary``: where the quantum ends that is told next while it is drained.
-    ``length``: all tokens it knows. ``epoch`` is the client's, and grows over sessions with the same id;
-    ``engine_epoch`` counts this one's turns. ``forking``: its engine has not said yet that it is there. ``leaving``:
-    what it was granted is its last for now: another gets its row. ``before``: what to go back to when an EXTEND is
-    refused. ``asked``: what it was begun with. ``known``: all its token ids, where ``text`` is made of them; the prompt
-    of this turn is all but the last ``shown``. ``let_go``: it came to a stop string, and the engine has it no more.
-    ``owed``: commands of its client that granted it tokens, and whose end is not told yet.
+    ``wanted`` granted, ``budget`` at most; ``boundary``: where the next QUANTUM_DONE is due while it is drained.
+    ``length``: all its tokens. ``epoch`` is the client's, and grows over sessions with the same id; ``engine_epoch``
+    counts this one's turns. ``drained``: it continues without commands. ``forking``: the engine has not confirmed the
+    fork yet. ``leaving``: its grant is the last for now, since another session needs its row. ``before``: the state to
+    restore if an EXTEND is refused. ``asked``: the request it began with. ``known``: all its token ids if ``text`` is
+    made of them; the prompt of this turn is all but the last ``shown``. ``let_go``: a stop string ended it in the
+    engine. ``owed``: commands that granted it tokens, and whose end was not sent yet.
     """
 
     connection: Connection
@@ -64,7 +64,7 @@ class SlotSession:
 
     @property
     def runnable(self) -> bool:
-        """Whether a quantum could be granted now."""
+        """Whether a quantum can be granted now."""
         return self.phase is Phase.PARKED and self.left > 0
 
     def remember(self) -> None:
@@ -82,10 +82,10 @@ class SlotSession:
 
 
 class Connection:
-    """One client: its sessions, and the bytes that it is to read. ``tagged`` is what its stream is.
+    """One client: its sessions, and the bytes that it has not read. ``tagged``: its stream has frames, not ids.
 
-    ``soft``: with more bytes unread, its sessions are granted nothing by themselves and its lines wait. ``hard``: with
-    more, it is lost. ``lost``: why nothing is sent any more.
+    Above ``soft`` unread bytes, its sessions get no quantum in a drain and its lines wait; above ``hard`` it is lost.
+    ``lost``: why nothing is sent any more.
     """
 
     def __init__(self, *, tagged: bool = False, soft: int = 1 << 18, hard: int = 1 << 23) -> None:
@@ -94,8 +94,8 @@ class Connection:
         self.lost: str | None = None
         self.quits = False
         self.auto = False
-        self.probing = 0  # probes that it has asked for, and is not told of
-        self.drains: list[int] = []  # of each SCHED_DRAIN that is to be acknowledged, the id before it, or 0
+        self.probing = 0  # probes that are not answered yet
+        self.drains: list[int] = []  # of each SCHED_DRAIN that is not acknowledged yet, the id before it, or 0
         self.sessions: dict[int, SlotSession] = {}
         self.epochs: dict[int, int] = {}  # by request: the last that was given
         self.cursor = -1  # the place that SCHED_* served last

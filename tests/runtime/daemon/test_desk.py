@@ -462,11 +462,14 @@ def test_forks_of_a_probe_take_the_places_that_are_left(policy: Any) -> None:
 def test_a_prompt_that_cannot_fit_is_refused_by_its_length(tmp_path: Path) -> None:
     """Before its JSON is decoded, its text tokenised, or its file read."""
     client = Listener(ScriptedEngine(max_model_len=64))
-    client.desk._tokenizer = small_tokenizers.byte_level()
-    with mock.patch.object(client.desk._tokenizer, "_encoding", None), mock.patch("json.JSONDecoder.raw_decode", None):
+    client.desk.daemon.tokenizer = small_tokenizers.byte_level()
+    with (
+        mock.patch.object(client.desk.daemon.tokenizer, "_encoding", None),
+        mock.patch("json.JSONDecoder.raw_decode", None),
+    ):
         ids = f"[{'1,' * 300_000}1]"
         assert client.refused(f"REQ 1 START {ids} 4 4").startswith("the prompt has some 300000 tokens")
-    with mock.patch.object(client.desk._tokenizer, "_encoding", None):
+    with mock.patch.object(client.desk.daemon.tokenizer, "_encoding", None):
         said = client.refused(f'REQ 1 START "{"a" * 100_000}" 4 4')
     assert said.startswith("the prompt has at least ")
     said = client.refused(f"REQ 1 START [1] 4 4 stop=[{'0,' * 200_000}1]")
@@ -478,7 +481,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_its_length(tmp_path: Path) -> No
 
 def test_a_panic_of_the_tokenizer_library_is_an_error_frame() -> None:
     client = Listener(ScriptedEngine())
-    client.desk._tokenizer = Tokenizer(small_tokenizers.panicking_backend())
+    client.desk.daemon.tokenizer = Tokenizer(small_tokenizers.panicking_backend())
     assert client.refused('REQ 1 START "abc" 4 4').startswith("the prompt cannot be tokenised")
     client.ask(f"REQ 1 START {PROMPT} 4 4")
 

@@ -6,6 +6,7 @@ Knows: the verbs as docs/daemon.md has them, and what each turn generates alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,14 +20,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from runtime.daemon import actions, grants
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import Frame, Kind
 from runtime.daemon.session import Connection, SlotSession
+from runtime.daemon.state import DaemonState
 from runtime.daemon.verbs import Command
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener, is_refusal
 from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
 from tests.runtime.schedule.fake_device import VOCABULARY, complete_alone
+from tests.runtime.schedule.mutants import Mutant, plant
 
 EXAMPLES, MORE = 500, 10_000
 STEPS = 14
@@ -74,8 +78,6 @@ class Expected:
 
 
 class Protocol(RuleBasedStateMachine):
-    desk: type[Desk] = Desk
-
     @initialize(depth=st.integers(0, 4), rows=st.integers(1, 3), blocks=st.sampled_from((30, 100)))
     def begin(self, depth: int, rows: int, blocks: int) -> None:
         self.engine = ScriptedEngine(
@@ -87,7 +89,7 @@ class Protocol(RuleBasedStateMachine):
             max_model_len=LONGEST,
         )
         self.engine.model_config = ScriptedModel(max_model_len=LONGEST, eos_token_ids=EOS)
-        self.client = Listener(self.engine, self.desk(self.engine))
+        self.client = Listener(self.engine, Desk(self.engine))
         self.read = len(self.client.frames)
         self.sessions: dict[int, Expected] = {}
         self.epochs: dict[int, int] = {}
@@ -297,34 +299,43 @@ def test_more_of_the_same() -> None:
 # ---- desks that break the protocol ----
 
 
-class LetsStaleOnesGoOn(Desk):
-    def _continue(self, connection: Connection, command: Command) -> dict[str, Any]:
-        return super()._continue(connection, replace(command, epoch=None))
+def lets_stale_ones_continue(usual: Mutant, daemon: DaemonState, connection: Connection, command: Command) -> Any:
+    return usual(daemon, connection, replace(command, epoch=None))
 
 
-class GrantsOneTooMany(Desk):
-    def _proceed(self, session: SlotSession, tokens: int) -> None:
-        super()._proceed(session, tokens + 1)
+def grants_one_too_many(usual: Mutant, daemon: DaemonState, session: SlotSession, tokens: int) -> None:
+    usual(daemon, session, tokens + 1)
 
 
-class ShowsWhatWasCancelled(Desk):
-    """Tokens in flight of a session that is closed go to whoever has its id next."""
-
-    def _forget(self, session: SlotSession) -> None:
-        super()._forget(session)
-        self._by_engine[session.engine_id] = session
+def shows_what_was_cancelled(usual: Mutant, daemon: DaemonState, session: SlotSession) -> None:
+    """Tokens in flight of a session that is closed go to the next one with its id."""
+    usual(daemon, session)
+    daemon.by_engine[session.engine_id] = session
 
 
-class ForgetsWhoseTurnItIs(Desk):
+def forgets_whose_turn_it_is(usual: Mutant, daemon: DaemonState) -> None:
     """Sessions that are drained and come to the end of a quantum are granted no other."""
-
-    def grant(self) -> None:
-        self._ring.clear()
-        super().grant()
+    daemon.ring.clear()
+    usual(daemon)
 
 
-@pytest.mark.parametrize("desk", [LetsStaleOnesGoOn, GrantsOneTooMany, ShowsWhatWasCancelled, ForgetsWhoseTurnItIs])
-def test_desks_that_break_the_protocol_are_found_out(desk: type[Desk]) -> None:
-    machine = type("Broken", (Protocol,), {"desk": desk})
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (actions.ACTIONS, "CONTINUE", lets_stale_ones_continue),
+        (grants, "proceed", grants_one_too_many),
+        (DaemonState, "forget", shows_what_was_cancelled),
+        (grants, "grant", forgets_whose_turn_it_is),
+    ],
+    ids=lambda given: given.__name__ if callable(given) and not isinstance(given, type) else "",
+)
+def test_desks_that_break_the_protocol_are_found_out(
+    owner: Any, name: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, partial(mutant, owner[name]))
+    else:
+        plant(monkeypatch, owner, name, mutant)
+    broken = type("Broken", (Protocol,), {})
     with pytest.raises(Exception):  # noqa: B017, PT011  (hypothesis wraps what several examples raise in a group)
-        run_state_machine_as_test(machine, settings=settings(EVERY, max_examples=300, phases=[Phase.generate]))
+        run_state_machine_as_test(broken, settings=settings(EVERY, max_examples=300, phases=[Phase.generate]))

@@ -197,11 +197,11 @@ def test_a_fork_of_a_stopped_session_is_one_session(tokenizer: Tokenizer) -> Non
         client.say("SCHED_DRAIN")
         for _ in range(6):
             client.turn()
-        (one,) = client.desk._by_engine.values()
+        (one,) = client.desk.daemon.by_engine.values()
         assert one.request == 2
         client.ask("REQ 2 CANCEL")
         client.run_until_idle()
-        assert not client.desk._by_engine
+        assert not client.desk.daemon.by_engine
     other = Listener(client.engine, client.desk)
     for request in (1, 2, 3):
         other.ask(f"REQ {request} START {PROMPT} 100 4")
