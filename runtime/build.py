@@ -15,42 +15,42 @@ from pathlib import Path
 
 import torch
 
-from models.batch_invariance import missing_invariance
 from models.config import DTYPES, ModelConfig
 from models.expert_load import clear_load, start_counting
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, Kernels
+from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
 from models.layers.decoder import Decoder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
+from parallel.layers.experts import ExpertSplit
 from runtime.chain_depth import DEEPEST, agree_depth_and_horizon
-from runtime.config import ConfigError, EngineConfig
+from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.cache.pool import give_back
 from runtime.execute.cache.sizing import require_share
 from runtime.execute.device.open_device import open_device
+from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_ladder
 from runtime.execute.result_reader import StepTiming
 from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.prefill_graphs import prefill_buckets
-from runtime.frontend.tokenizer_files import TokenizerFiles
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
+from runtime.model_checks import check_model, check_windows, served_model
 from runtime.observe.observer import StepObserver
-from runtime.observe.ranges import around, open_ranges
+from runtime.observe.ranges import Ranges, around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.plan_late import PlanLate
 from runtime.schedule.config import SchedulerConfig, SnapshotPolicy, StepLimits
 from runtime.schedule.scheduler import Scheduler
-from runtime.speculate.methods import check_drafter, proposer_for
-from runtime.speculative_config import SpeculativeConfig
+from runtime.speculate.methods import proposer_for
 from runtime.step_budget import mixed_steps
 from runtime.watchdog.watchdog import Watchdog
 from runtime.window_costs import speculation
@@ -97,127 +97,155 @@ def build_engine(
     what to change.
     """
     model_config = ModelConfig.from_folder(Path(config.model))
-    ends = TokenizerFiles(config.model).end_token_ids(model_config.vocab_size)
-    ends = tuple(dict.fromkeys((*model_config.eos_token_ids, *ends)))
-    served = ServedModel(model_config.vocab_size, _max_model_len(config, model_config), ends)
+    served = served_model(config, model_config)
     limits = config.step_limits(served.max_model_len, DEEPEST)
-    if config.speculation is not None:
-        top_k = config.speculation.tree_top_k or 0
-        if top_k > served.vocab_size:
-            raise ConfigError(
-                f"tree_top_k is {top_k}, but the vocabulary of {config.model} has {served.vocab_size} ids: type "
-                f'"tree_top_k": {served.vocab_size} or less'
-            )
-        folder = Path(config.model)
-        check_drafter(config.speculation, model_config, target_folder=folder, load_format=config.load_format)
-    dtype = _dtype(config, model_config)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)
-    timeline = None
-    if config.timeline is not None:
-        offset_ns = control.clock_offset_ns
-        timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
-    observe = StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
-    gc.collect()  # nothing but cycles of its own may hold an engine that was closed in this process, and its memory
+    observe = _observer(config, control, ranges, on_timing)
+    gc.collect()  # only reference cycles may still hold a closed engine of this process, and its memory
     opened = open_device(device)
     opened.release_unused()
-    began = time.perf_counter()
     try:
-        if config.num_blocks is None:
-            require_share(opened.memory_info(), config.memory_fraction)
-        kernels = select_kernels(
-            torch.device(device),
-            dtype,
-            model_config.head_dim,
-            config.prefill_attention,
-            flashinfer,
-            deterministic=config.deterministic,
-            depth=limits.depth,
-        )
-        _check_windows(limits, model_config, collectives.size, kernels, dtype)
-        model = load_model(
-            model_config,
-            config.model,
-            load_format=config.load_format,
-            dtype=dtype,
-            device=opened.torch_device,
-            collectives=collectives,
-            kernels=kernels,
-            experts=split,
-            seed=config.seed,
-            progress=progress,
-        )
+        model = _load(config, model_config, limits, opened, collectives, flashinfer, split, progress)
         if model.cache_layout.has_slot_state:
             limits = config.with_few_slots(limits)
-        if config.deterministic:
-            _require_invariance(model)
-        if config.speculation is not None:
-            _require_windows(config.speculation, model, limits)
-        if config.expert_load is not None:
-            start_counting(model)
-        proposer = None
-        if config.speculation is not None:
-            folder = Path(config.model)
-            proposer = proposer_for(
-                config.speculation, target_folder=folder, load_format=config.load_format, seed=config.seed
-            )
-        loaded = time.perf_counter()
-        log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, loaded - began)
-        executor = Executor(
-            opened,
-            model,
-            _executor_config(
-                config,
-                limits,
-                agree_min,
-                share,
-                kernel_cache,
-                exchange,
-                collectives.size,
-                local_rank=local_rank,
-                local_world=local_world,
-            ),
-            proposer=proposer,
-            compiling=compiling,
-            on_timing=observe.on_timing if observe.timed else None,
-            stage_range=around(ranges, "stage"),
-            land_range=partial(around, ranges),
-            part_range=partial(around, ranges),
-        )
-        log.info(
-            "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
-            executor.device.captures,
-            time.perf_counter() - loaded,
-        )
+        check_model(config, model, limits)
+        sizes = _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size)
+        sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
+        executor = _executor(config, sizes, opened, model, observe, ranges, compiling)
     except BaseException:
         opened.close()
         raise
     try:
-        served = replace(served, widest=executor.widest)
-        mixed = mixed_steps(config, model, executor, share)
-        schedule = _schedule(config, limits, executor)
-        plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
-        depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
-        # Together: without speculation, rows of windows would have to fit beside chunks with all their tokens.
-        schedule = replace(schedule, mixed=mixed, speculation=speculation(config, executor, schedule, share))
-        clear_load(model)  # both have timed steps
-        executor.count_from_here()
-        config = replace(config, chain_depth=depth, horizon=horizon)
-        scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
-        if watchdog is not None:
-            watchdog.attend(scheduler.digest, observe.recent)
-            executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-        at_end, release = load_report(config, model, split), _release(executor, model)
-        groups, router = _groups(config, control, exchange)
-        thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
-        late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
-        return Engine(
-            config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late, release
-        )
+        return _engine(config, served, limits, executor, model, split, control, observe, exchange, share, watchdog)
     except BaseException:
-        if watchdog is None:  # else this process ends, and the other ranks are told before anything is waited for
+        if watchdog is None:  # else this process ends, and the other ranks learn of it before anything is waited for
             executor.close()
         raise
+
+
+def _observer(
+    config: EngineConfig, control: ControlPlane, ranges: Ranges | None, on_timing: Callable[[StepTiming], None] | None
+) -> StepObserver:
+    timeline = None
+    if config.timeline is not None:
+        offset_ns = control.clock_offset_ns
+        timeline = Timeline(Path(config.timeline), control.rank, control.world, clock_offset_ns=offset_ns)
+    return StepObserver(ranges=ranges, timeline=timeline, on_timing=on_timing)
+
+
+def _load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    limits: StepLimits,
+    opened: Device,
+    collectives: Collectives,
+    flashinfer: FlashInferSwitches,
+    split: ExpertSplit,
+    progress: Progress | None,
+) -> Decoder:
+    """Choose the ops and load this rank's weights."""
+    began, dtype = time.perf_counter(), _dtype(config, model_config)
+    if config.num_blocks is None:
+        require_share(opened.memory_info(), config.memory_fraction)
+    kernels = select_kernels(
+        opened.torch_device,
+        dtype,
+        model_config.head_dim,
+        config.prefill_attention,
+        flashinfer,
+        deterministic=config.deterministic,
+        depth=limits.depth,
+    )
+    check_windows(limits, model_config, collectives.size, kernels, dtype)
+    model = load_model(
+        model_config,
+        config.model,
+        load_format=config.load_format,
+        dtype=dtype,
+        device=opened.torch_device,
+        collectives=collectives,
+        kernels=kernels,
+        experts=split,
+        seed=config.seed,
+        progress=progress,
+    )
+    if config.expert_load is not None:
+        start_counting(model)
+    log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, time.perf_counter() - began)
+    return model
+
+
+def _executor(
+    config: EngineConfig,
+    sizes: ExecutorConfig,
+    opened: Device,
+    model: Decoder,
+    observe: StepObserver,
+    ranges: Ranges | None,
+    compiling: Progress | None,
+) -> Executor:
+    """Load the drafter, size the memory, capture the graphs."""
+    began, proposer = time.perf_counter(), None
+    if config.speculation is not None:
+        folder = Path(config.model)
+        proposer = proposer_for(
+            config.speculation, target_folder=folder, load_format=config.load_format, seed=config.seed
+        )
+    executor = Executor(
+        opened,
+        model,
+        sizes,
+        proposer=proposer,
+        compiling=compiling,
+        on_timing=observe.on_timing if observe.timed else None,
+        stage_range=around(ranges, "stage"),
+        land_range=partial(around, ranges),
+        part_range=partial(around, ranges),
+    )
+    log.info(
+        "ready: kernels, memory and %d graphs in %.1f s (kernels are compiled once and kept on disk)",
+        executor.device.captures,
+        time.perf_counter() - began,
+    )
+    return executor
+
+
+def _engine(
+    config: EngineConfig,
+    served: ServedModel,
+    limits: StepLimits,
+    executor: Executor,
+    model: Decoder,
+    split: ExpertSplit,
+    control: ControlPlane,
+    observe: StepObserver,
+    exchange: TokenExchange | None,
+    share: Callable[[Callable[[], str]], str] | None,
+    watchdog: Watchdog | None,
+) -> Engine:
+    """Time the steps, and set what depends on it: mixed steps, speculation, chain depth, horizon."""
+    served = replace(served, widest=executor.widest)
+    mixed = mixed_steps(config, model, executor, share)
+    schedule = _schedule(config, limits, executor)
+    plain = replace(schedule, widths=(1,))  # what is timed for the chain: a window only leaves the host more time
+    depth, horizon = agree_depth_and_horizon(config, executor, plain, control.agree_horizon, share)
+    # Together: without speculation, draft windows would have to fit in mixed steps with all their tokens.
+    schedule = replace(schedule, mixed=mixed, speculation=speculation(config, executor, schedule, share))
+    clear_load(model)  # both have timed steps
+    executor.count_from_here()
+    config = replace(config, chain_depth=depth, horizon=horizon)
+    scheduler = Scheduler(replace(schedule, limits=replace(limits, depth=depth), horizon=horizon))
+    if watchdog is not None:
+        watchdog.attend(scheduler.digest, observe.recent)
+        executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
+    at_end, release = load_report(config, model, split), _release(executor, model)
+    groups, router = _groups(config, control, exchange)
+    thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
+    late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
+    return Engine(
+        config, served, scheduler, executor, control, observe, watchdog, at_end, groups, router, thaw, late, release
+    )
 
 
 def _release(executor: Executor, model: Decoder) -> Callable[[], None]:
@@ -232,62 +260,11 @@ def _release(executor: Executor, model: Decoder) -> Callable[[], None]:
     return release
 
 
-def _require_invariance(model: Decoder) -> None:
-    """Raises ConfigError where a part of the model gives other bits in another batch."""
-    if missing := missing_invariance(model):
-        raise ConfigError(
-            f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
-        )
-
-
-def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimits) -> None:
-    """Raises ConfigError where the model's sequences have no room for a window, or cannot take one back."""
-    if model.irrevocable:
-        raise ConfigError(
-            f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
-            "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
-        )
-    if limits.window >= limits.max_model_len and config.tree_size is not None:
-        raise ConfigError(
-            f"tree_size is {config.tree_size}, so that a step has as many tokens a request, but max_model_len is "
-            f"{limits.max_model_len}: type a longer --max-model-len, or a smaller tree_size"
-        )
-    if config.width >= limits.max_model_len:
-        raise ConfigError(
-            f"num_speculative_tokens is {config.num_speculative_tokens}, so that a step has {config.width} tokens a "
-            f"request, but max_model_len is {limits.max_model_len}: type a longer --max-model-len, or "
-            f'"num_speculative_tokens": {max(1, limits.max_model_len - 2)} or less'
-        )
-
-
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     """ "auto" is the checkpoint's dtype on a GPU, and float32 on a CPU, where it is both exact and faster."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     return torch.float32 if config.device == "cpu" else model.dtype
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    wanted = config.max_model_len or model.max_length
-    if wanted > model.max_length:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but the positions of {config.model} end at {model.max_length}: type "
-            f"--max-model-len {model.max_length}"
-        )
-    return wanted
-
-
-def _check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Raises ConfigError where attention has no room for the tokens that a row may bring."""
-    heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
-    tokens, most = limits.window, kernels.longest_window(heads, kv_heads, model.head_dim, dtype)
-    if most is not None and tokens > max(most, 1):
-        asked, fits = ("tree_size", most) if limits.tree else ("num_speculative_tokens", most - 1)
-        raise ConfigError(
-            f"rows bring {tokens} tokens to be verified, but attention of {model.heads} query heads over "
-            f"{model.kv_heads} key heads of {model.head_dim} takes {most} at once: type "
-            f'"{asked}": {fits} or less in --speculative-config'
-        )
 
 
 def _executor_config(
@@ -298,9 +275,6 @@ def _executor_config(
     kernel_cache: Path | None,
     exchange: TokenExchange | None,
     ranks: int,
-    *,
-    local_rank: int = 0,
-    local_world: int = 1,
 ) -> ExecutorConfig:
     return ExecutorConfig(
         limits=limits,
@@ -310,8 +284,6 @@ def _executor_config(
         agree_min=agree_min,
         share=share,
         kernel_cache=kernel_cache,
-        local_rank=local_rank,
-        local_world=local_world,
         warm_variants=warm_variants(config.warm, ranks),
         exchanges=()
         if exchange is None

@@ -1,67 +1,33 @@
 """Everything that an engine counts, by name.
 
-Knows: where each part keeps its counters. Does not know: who reads them.
+Knows: where each part keeps its counters. Does not know: readers of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from runtime.execute.executor import Executor
 from runtime.groups.request_router import RequestRouter
 from runtime.plan_late import PlanLateCounters
+from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.scheduler import Scheduler
+
+_SCHEDULED = [field.name for field in fields(ScheduleCounters) if field.type == "int"]
 
 
 def engine_counters(
     scheduler: Scheduler, executor: Executor, router: RequestRouter | None, late: PlanLateCounters
 ) -> dict[str, int | float]:
-    """Counted so far; a labelled counter is ``name{label}``. What the scheduler counts is explained in
-    schedule/counters.py.
+    """Counts since the start; a labelled counter is ``name{label}``. See schedule/counters.py for the scheduler's.
 
-    Where there are several groups, the counters are of this rank's group, but ``group_requests{g}`` and, on rank 0,
-    ``group_idle_steps{g}``: steps that group g launched for the others' sake, without a row of its own.
+    With several groups the counters are of this rank's group, except ``group_requests{g}`` and, on rank 0,
+    ``group_idle_steps{g}``: steps that group g launched without rows, because others had some.
     """
     schedule, staging, results = scheduler.counters, executor.staging.counters, executor.results.counters
     counted: dict[str, int | float] = {
         "steps": schedule.prefill_steps + schedule.decode_steps + schedule.mixed_steps,
-        "prefill_steps": schedule.prefill_steps,
-        "decode_steps": schedule.decode_steps,
-        "mixed_steps": schedule.mixed_steps,
-        "mixed_prompt_tokens": schedule.mixed_prompt_tokens,
-        "mixed_padded_tokens": schedule.mixed_padded_tokens,
-        "void_steps": schedule.void_steps,
-        "chained_steps": schedule.chained_steps,
-        "ghost_rows": schedule.ghost_rows,
-        "wasted_tokens": schedule.wasted_tokens,
-        "admissions": schedule.admissions,
-        "deferred_admissions": schedule.deferred_admissions,
-        "cancels": schedule.cancels,
-        "pauses": schedule.pauses,
-        "resumes": schedule.resumes,
-        "evictions": schedule.evictions,
-        "stalls": schedule.stalls,
-        "fenced_blocks": schedule.fenced_blocks,
-        "prefill_tokens": schedule.prefill_tokens,
-        "prefix_query_tokens": schedule.prefix_query_tokens,
-        "prefix_hit_tokens": schedule.prefix_hit_tokens,
-        "prefix_waits": schedule.prefix_waits,
-        "forks": schedule.forks,
-        "forked_tokens": schedule.forked_tokens,
-        "snapshot_saves": schedule.snapshot_saves,
-        "snapshot_restores": schedule.snapshot_restores,
-        "snapshot_evictions": schedule.snapshot_evictions,
-        "snapshot_missed_tokens": schedule.snapshot_missed_tokens,
-        "distrusted": schedule.distrusted,
-        "session_parks": schedule.session_parks,
-        "session_continues": schedule.session_continues,
-        "session_extends": schedule.session_extends,
-        "session_forks": schedule.session_forks,
-        "session_forks_without_copy": schedule.session_forks_without_copy,
-        "session_refusals": schedule.session_refusals,
-        "session_evictions": schedule.session_evictions,
-        "session_closes": schedule.session_closes,
-        "spec_num_drafts": schedule.spec_num_drafts,
-        "spec_num_draft_tokens": schedule.spec_num_draft_tokens,
-        "spec_num_accepted_tokens": schedule.spec_num_accepted_tokens,
+        **{name: getattr(schedule, name) for name in _SCHEDULED},
         "plan_late_waits": late.plan_late_waits,
         "plan_late_us": late.plan_late_us,
         "plan_late_misses": late.plan_late_misses,

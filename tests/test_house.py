@@ -49,7 +49,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "runtime": (
         ("runtime/build.py",),
-        ("runtime/step_budget.py", "runtime/chain_depth.py", "runtime/window_costs.py"),
+        ("runtime/step_budget.py", "runtime/chain_depth.py", "runtime/window_costs.py", "runtime/model_checks.py"),
         ("runtime/rehearsal.py",),
         ("runtime/engine.py",),
         ("runtime/daemon",),

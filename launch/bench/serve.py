@@ -301,17 +301,9 @@ class ServeBench:
     def _row(self, load: Load, runs: Sequence[dict[str, Any]]) -> ServePoint:
         session = self._session
 
-        def median(name: str, of: Callable[[dict[str, Any]], Any] = lambda run: run) -> Any:
-            values = [value for run in runs if (value := of(run).get(name)) is not None]
+        def median(name: str, part: str = "") -> Any:
+            values = [value for run in runs if (value := (run[part] if part else run).get(name)) is not None]
             return statistics.median(values) if values else None
-
-        def engine(run: dict[str, Any]) -> dict[str, Any]:
-            found: dict[str, Any] = run["engine"]
-            return found
-
-        def steady(run: dict[str, Any]) -> dict[str, Any]:
-            found: dict[str, Any] = run["steady"]
-            return found
 
         tpots = [run["median_tpot_ms"] for run in runs if run["median_tpot_ms"] is not None]
         tpot, rate, ttft = median("median_tpot_ms"), median("output_throughput"), median("median_ttft_ms")
@@ -343,8 +335,8 @@ class ServeBench:
             tok_s=rate,
             tok_s_per_gpu=None if rate is None else rate / session.ranks,
             tok_s_per_user=1e3 / tpot if tpot else None,
-            chained_ratio=median("chained", engine),
-            device_idle=median("device_idle", engine),
+            chained_ratio=median("chained", "engine"),
+            device_idle=median("device_idle", "engine"),
             startup_s=self._startup_s,
             label=load.label,
             dataset=self._options.dataset_name,
@@ -357,7 +349,7 @@ class ServeBench:
             request_throughput=median("request_throughput"),
             request_goodput=median("request_goodput"),
             total_token_throughput=median("total_token_throughput"),
-            steady_tok_s=median("output_throughput", steady),
+            steady_tok_s=median("output_throughput", "steady"),
             speculation=runs[0].get("speculation"),
             num_speculative_tokens=runs[0].get("num_speculative_tokens"),
             accepted_length=median("spec_decode_acceptance_length"),

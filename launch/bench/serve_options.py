@@ -179,6 +179,11 @@ def add_serve_options(add: OptionAdder) -> None:
         whole_number,
         "as many as run at once; with a rate, until the last one begins",
     )
+    _add_results(add)
+
+
+def _add_results(add: OptionAdder) -> None:
+    """What is kept of each request, and a server in place of an engine."""
     text = f"goals of a good request, such as ttft:200 tpot:20; names: {', '.join(SLO_NAMES)}"
     add.value("--goodput", text, "name:ms", slos, "none", nargs="+")
     add.value("--temperature", "sampling temperature; 0 is greedy", "number", bounded(number, 0.0))

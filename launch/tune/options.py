@@ -69,81 +69,44 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    defaults = {field.name: field.default for field in fields(TuneCommand)}
-
-    def value(
-        dest: str, flag: str, text: str, unit: str, read: Callable[[str], Any], shown: str = "", **more: Any
-    ) -> None:
-        text = f"{text} (default: {shown or defaults[dest]}) [{unit}]"
-        metavar = None if "choices" in more else unit.upper()
-        parser.add_argument(flag, dest=dest, help=text, type=read, metavar=metavar, **more)
-
     parser.add_argument(
         "--model",
         required=True,
         metavar="FOLDER",
         help="model folder in the Hugging Face layout, or a shape that comes with Lockstride (required) [folder]",
     )
-    value(
-        "tensor_parallel",
-        "--tensor-parallel-size",
-        "ranks that share the model; one rank's shard is measured",
-        "ranks",
-        at_least_one,
-        "the number of ranks started",
-    )
+    _add_values(parser)
     parser.add_argument(
-        "--expert-parallel",
-        dest="expert_parallel",
-        action="store_true",
-        help="whole experts on each rank (default: off) [switch]",
+        "--fresh", action="store_true", help="measure again what was measured before (default: off) [switch]"
     )
-    value("dtype", "--dtype", "type of weights and activations; auto takes the checkpoint's", "word", str, "",
-          choices=get_args(DType))  # fmt: skip
-    value("max_num_seqs", "--max-num-seqs", "rows of the largest decode step", "requests", at_least_one)
-    value(
-        "max_prefill_tokens",
-        "--max-num-batched-tokens",
-        "tokens of the largest step with prompts",
-        "tokens",
-        at_least_one,
-    )
-    value("rows", "--rows", "only these buckets, comma-separated", "rows", counts, "every one of the engine's")
-    value(
-        "parts",
-        "--parts",
-        f"what to measure, comma-separated: {', '.join(PARTS)}; all-reduce where several ranks were started",
-        "words",
-        _parts,
-        ",".join(PARTS),
-    )
-    value("out", "--out", "kernel cache folder for the table; start engines with --kernel-cache OUT", "folder", Path)
-    value(
-        "budget_minutes",
-        "--budget-minutes",
-        "stop after this time; the same command continues",
-        "minutes",
-        bounded(number, 0.1),
-        "no limit",
-    )
-    value(
-        "seconds",
-        "--seconds",
-        "how long each of the fastest few is timed again, twice; a step of many rows reaches its power late",
-        "seconds",
-        bounded(number, 0.01),
-        "0.1 up to 56 rows, 0.3 up to 256, 0.15 beyond",
-    )
-    value(
-        "compile_workers",
-        "--compile-workers",
-        "processes that compile candidates beforehand; 0: each when it is timed",
-        "processes",
-        whole_number,
-        "one fewer than the cores, at most 14",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="measure again what was measured before (default: off) [switch]",
-    )
+
+
+def _add_values(parser: argparse.ArgumentParser) -> None:
+    """Options with a value each, and the switch among them."""
+    defaults = {field.name: field.default for field in fields(TuneCommand)}
+
+    def value(flag: str, text: str, unit: str, read: Callable[[str], Any], shown: str = "", dest: str = "") -> None:
+        dest = dest or flag.removeprefix("--").replace("-", "_")
+        text = f"{text} (default: {shown or defaults[dest]}) [{unit}]"
+        parser.add_argument(flag, dest=dest, help=text, type=read, metavar=unit.upper())
+
+    text = "ranks that share the model; one rank's shard is measured"
+    shown = "the number of ranks started"
+    value("--tensor-parallel-size", text, "ranks", at_least_one, shown, "tensor_parallel")
+    text = "whole experts on each rank (default: off) [switch]"
+    parser.add_argument("--expert-parallel", dest="expert_parallel", action="store_true", help=text)
+    text = f"type of weights and activations; auto takes the checkpoint's (default: {defaults['dtype']}) [word]"
+    parser.add_argument("--dtype", dest="dtype", help=text, type=str, choices=get_args(DType))
+    value("--max-num-seqs", "rows of the largest decode step", "requests", at_least_one)
+    text = "tokens of the largest step with prompts"
+    value("--max-num-batched-tokens", text, "tokens", at_least_one, dest="max_prefill_tokens")
+    value("--rows", "only these buckets, comma-separated", "rows", counts, "every one of the engine's")
+    text = f"what to measure, comma-separated: {', '.join(PARTS)}; all-reduce where several ranks were started"
+    value("--parts", text, "words", _parts, ",".join(PARTS))
+    value("--out", "kernel cache folder for the table; start engines with --kernel-cache OUT", "folder", Path)
+    text = "stop after this time; the same command continues"
+    value("--budget-minutes", text, "minutes", bounded(number, 0.1), "no limit")
+    text = "how long each of the fastest few is timed again, twice; a step of many rows reaches its power late"
+    value("--seconds", text, "seconds", bounded(number, 0.01), "0.1 up to 56 rows, 0.3 up to 256, 0.15 beyond")
+    text = "processes that compile candidates beforehand; 0: each when it is timed"
+    value("--compile-workers", text, "processes", whole_number, "one fewer than the cores, at most 14")

@@ -73,13 +73,14 @@ class ScheduleCounters:
     ghost_rows: int = 0
     wasted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=_no_request_finished)
+    admissions: int = 0
+    deferred_admissions: int = 0
     cancels: int = 0
     pauses: int = 0
     resumes: int = 0
-    admissions: int = 0
-    deferred_admissions: int = 0
     evictions: int = 0
     stalls: int = 0
+    fenced_blocks: int = 0
     prefill_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -91,7 +92,6 @@ class ScheduleCounters:
     snapshot_evictions: int = 0
     snapshot_missed_tokens: int = 0
     distrusted: int = 0
-    fenced_blocks: int = 0
     session_parks: int = 0
     session_continues: int = 0
     session_extends: int = 0

@@ -39,8 +39,8 @@ class Ledger:
     less: not computed. The planner computes it; any row that comes or goes, or a new ``wake_at``, resets it.
     ``idled``: how often a request became PAUSED or PARKED. ``prompt_blocks``: blocks that prompts have published.
 
-    For the next plan: ``block_writes`` by (slot, index), ``slot_updates`` by slot, ``copies`` by slot with the sequence
-    of the copy. For the plan being made: ``saving``, by request the snapshot that it writes.
+    For the next plan: ``block_writes`` (slot, index, block) by (slot, index), ``slot_updates`` by slot, ``copies`` by
+    slot with the sequence of the copy. For the plan being made: ``saving``, by request the snapshot that it writes.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -304,26 +304,13 @@ class Ledger:
         for index, block in enumerate(sequence.blocks[first:end], first):
             self.block_writes[slot, index] = slot, index, block
 
-    def take_block_writes(self) -> tuple[tuple[int, int, int], ...]:
-        """(slot, index, block) of every block handed out since the last call, for the plan to carry."""
-        writes = tuple(self.block_writes.values())
-        self.block_writes.clear()
-        return writes
-
     def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
         """Queue a device update of its end."""
         self.slot_updates[sequence.slot] = SlotUpdate(sequence.slot, sequence.max_length, revive)
 
     def drop_slot_update(self, sequence: SequenceState) -> None:
-        """Its slot is written whole. An update may still be queued, of a quota that a stop id ended, if no plan since
-        could carry it."""
+        """Its slot is written whole. The update of a quota that a stop id ended may be queued if no plan came since."""
         self.slot_updates.pop(sequence.slot, None)
-
-    def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
-        """For the plan to carry."""
-        updates = tuple(self.slot_updates.values())
-        self.slot_updates.clear()
-        return updates
 
     def wanted_copies(self) -> list[tuple[SlotCopy, SequenceState]]:
         """Slot copies of the plan being made: all but those of sequences that ended in the turn that made them."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any, TypeVar
 
 from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.sequence import SequenceState
+
+T = TypeVar("T")
 
 
 class PlanDraft:
@@ -67,10 +70,10 @@ class PlanDraft:
             epochs=epochs,
             width=width,
             slot_writes=tuple(self.slot_writes),
-            block_writes=ledger.take_block_writes(),
+            block_writes=_taken(ledger.block_writes),
             chunks=tuple(chunks),
             forks=forks,
-            slot_updates=ledger.take_slot_updates(),
+            slot_updates=_taken(ledger.slot_updates),
             restored=tuple(self.restored),
             saved=tuple(self.saved),
             copies=tuple([copy for copy, _ in copies]),
@@ -81,6 +84,12 @@ class PlanDraft:
         self.saved.clear()
         ledger.digest.fold(plan.step, kind.name, (len(slots), *_numbers(plan)))
         return plan
+
+
+def _taken(queued: dict[Any, T]) -> tuple[T, ...]:
+    taken = tuple(queued.values())
+    queued.clear()
+    return taken
 
 
 def _numbers(plan: StepPlan) -> list[int]:

@@ -12,7 +12,8 @@ request needs no more steps. While all widths are 1 the two bounds are equal, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import InitVar, dataclass, field
 
 from runtime.schedule.blocks import root_of
 from runtime.schedule.plan import Scored
@@ -47,102 +48,63 @@ class Session:
     since: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """One request's state. ``order`` is its place in line: (priority, arrival)."""
 
-    __slots__ = (
-        "accepted",
-        "alone",
-        "answers",
-        "blocks",
-        "borrowed",
-        "branch_at",
-        "epoch",
-        "expects_fork",
-        "given_up",
-        "joins",
-        "known_blocks",
-        "known_id",
-        "known_last",
-        "last_step",
-        "max_length",
-        "order",
-        "paused",
-        "planned_tokens",
-        "prefill_begun",
-        "prefill_target",
-        "prefilled",
-        "prefix_id",
-        "private",
-        "publish_at",
-        "published_blocks",
-        "queued_in",
-        "request",
-        "restores",
-        "resumes",
-        "root",
-        "rounds",
-        "score_at",
-        "seated_before",
-        "session",
-        "slot",
-        "slot_ended",
-        "state",
-        "state_at",
-        "stop_at",
-        "tokens",
-        "trusted",
-        "uncertain_tokens",
-        "waits_since",
-        "wake_at",
-    )
+    request: Request
+    arrival: InitVar[int]
+    max_length: int  # prompt + generated tokens at which it ends by length
+    order: tuple[int, int] = field(init=False)
+    state: State = State.WAITING
+    tokens: array[int] = field(init=False)  # prompt + landed generated tokens; own copy after ``seated``
+    planned_tokens: int = field(init=False)
+    uncertain_tokens: int = 0
+    rounds: int = 0  # landed verification steps that it was a live row of
+    accepted: int = 0  # draft tokens accepted in them
+    prefill_begun: bool = False  # whether a chunk has been cut since its admission
+    prefilled: int = 0  # tokens whose KV is written by landed or planned steps, while prefilling
+    prefill_target: int = 0  # tokens known at admission; the chunk that reaches it samples a token
+    seated_before: bool = False  # whether it has held a slot at any time
+    queued_in: int = NOT_QUEUED  # the queue class that has an entry for it, stale or not
+    last_step: int = -1  # the last step that may touch its slot and blocks
+    slot: int = 0
+    slot_ended: bool = False  # its rows in flight are ghosts, although it has not ended itself
+    epoch: int = 0
+    blocks: list[int] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)  # blocks it held last; steps in flight may report on them
+    wake_at: int = 0  # planned_tokens at which a decode row needs a decision: out of blocks, or near its end
+    published_blocks: int = 0
+    publish_at: int = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
+    root: int = field(init=False)
+    prefix_id: int = field(init=False)  # of the last published block
+    private: bool = False  # what it holds is older than a reset of the prefix cache: it is neither found nor shared
+    borrowed: bool = False  # since its admission it shares blocks that were not trusted then
+    trusted: bool = False  # since its admission a token of it has landed, so all its blocks are trusted
+    alone: bool = False  # it broke, or may have, over untrusted blocks: it shares trusted ones only
+    waits_since: int = NOT_WAITING  # the step since which another request is to write its next block
+    restores: int = NO_SNAPSHOT  # the snapshot that its slot starts from; pinned until its next chunk is cut
+    state_at: int = 0  # tokens at which its state was last restored or saved
+    stop_at: int = 0  # tokens at which its next chunk ends at the latest, to leave a snapshot; 0: nowhere
+    branch_at: int = 0  # tokens whose KV could be found when its first chunk was cut, but not their state
+    known_blocks: int = 0  # its blocks that the index had at its last look-up; with the two below, of the last of them
+    known_id: int = field(init=False)  # prefix id
+    known_last: int = 0  # block
+    paused: bool = False
+    score_at: int = field(init=False)  # the next prompt position to score; nothing predicts 0
+    answers: list[SequenceState] = field(default_factory=list)  # unfinished ones to its prompt; empty if n is 1
+    session: Session | None = None
+    resumes: bool = False  # its next slot write is for the slot that it holds, whose state stays
+    joins: SequenceState | None = None  # while JOINING: whose prompt it waits for
+    expects_fork: bool = False  # an answer before it in line is to compute the prompt for both
 
-    def __init__(self, request: Request, arrival: int, max_length: int) -> None:
-        self.request = request
+    def __post_init__(self, arrival: int) -> None:
+        request = self.request
         self.order = (request.priority, arrival)
-        self.state = State.WAITING
-        self.max_length = max_length  # prompt + generated tokens at which it ends by length
-        self.tokens = packed(request.prompt_token_ids)  # prompt + landed generated tokens; own copy after ``seated``
+        self.tokens = packed(request.prompt_token_ids)
         self.planned_tokens = len(self.tokens)
-        self.uncertain_tokens = 0
-        self.rounds = 0  # landed verification steps that it was a live row of
-        self.accepted = 0  # draft tokens accepted in them
-        self.prefill_begun = False  # whether a chunk has been cut since its admission
-        self.prefilled = 0  # tokens whose KV is written by landed or planned steps, while prefilling
-        self.prefill_target = 0  # tokens known at admission; the chunk that reaches it samples a token
-        self.seated_before = False  # whether it has held a slot at any time
-        self.queued_in = NOT_QUEUED  # the queue class that has an entry for it, stale or not
-        self.last_step = -1  # the last step that may touch its slot and blocks
-        self.slot = 0
-        self.slot_ended = False  # its rows in flight are ghosts, although it has not ended itself
-        self.epoch = 0
-        self.blocks: list[int] = []
-        self.given_up: list[int] = []  # the blocks it held last; steps in flight may still report on their contents
-        self.wake_at = 0  # planned_tokens at which a decode row is looked at again: out of blocks, or near its end
-        self.published_blocks = 0
-        self.publish_at = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
-        self.root = root_of(request.sampling.cache_salt)
-        self.prefix_id = self.root  # of the last published block
-        self.private = False  # what it holds is older than a reset of the prefix cache: it is neither found nor shared
-        self.borrowed = False  # since its admission it shares blocks that were not trusted then
-        self.trusted = False  # since its admission a token of it has landed, so all its blocks are trusted
-        self.alone = False  # it broke, or may have, over untrusted blocks: it shares trusted ones only
-        self.waits_since = NOT_WAITING  # the step since which another request is to write its next block
-        self.restores = NO_SNAPSHOT  # the snapshot that its slot starts from; pinned until its next chunk is cut
-        self.state_at = 0  # tokens at which its state was last restored or saved
-        self.stop_at = 0  # tokens at which its next chunk ends at the latest, to leave a snapshot; 0: nowhere
-        self.branch_at = 0  # tokens whose KV could be found when its first chunk was cut, but not their state
-        self.known_blocks = 0  # so many of its blocks could be found when it looked last, and theirs are, of the last
-        self.known_id = self.root  # of them, the prefix id
-        self.known_last = 0  # and the block
-        self.paused = False
-        scoring = request.sampling.prompt_logprobs is not None
-        self.score_at = 1 if scoring else len(self.tokens)  # the next prompt position to score; nothing predicts 0
-        self.answers: list[SequenceState] = []  # unfinished ones to the same prompt, itself included; empty if n is 1
-        self.session: Session | None = None
-        self.resumes = False  # its next slot write is for the slot that it holds, whose state stays
-        self.joins: SequenceState | None = None  # while JOINING: whose prompt it waits for
-        self.expects_fork = False  # an answer before it in line is to compute the prompt for both
+        self.root = self.prefix_id = self.known_id = root_of(request.sampling.cache_salt)
+        self.score_at = 1 if request.sampling.prompt_logprobs is not None else len(self.tokens)
 
     def take_scored(self, end: int) -> Scored | None:
         """The prompt tokens that tokens [0, end) predict and that were not scored yet; now they are."""

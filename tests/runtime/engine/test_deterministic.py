@@ -16,10 +16,10 @@ from torch import Tensor
 from models.batch_invariance import missing_invariance, missing_operations
 from models.kernels.select import select_kernels
 from parallel.layers.weight import Weight
-from runtime.build import _require_invariance
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.proposer import Proposed
 from runtime.execute.slot_state import SlotColumns
+from runtime.model_checks import require_invariance
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
@@ -186,15 +186,15 @@ def test_what_is_not_batch_invariant_is_named() -> None:
     with rig(kernels=invariant_kernels()) as engine:
         model = engine.executor._model
         assert missing_invariance(model) == []
-        _require_invariance(model)
+        require_invariance(model)
         model.collectives = MetCollectives.__new__(MetCollectives)
         with pytest.raises(ConfigError, match="sums between ranks by MetCollectives"):
-            _require_invariance(model)
+            require_invariance(model)
     with (
         rig() as engine,
         pytest.raises(ConfigError, match=r"linear of the reference kernels.*leave out --deterministic"),
     ):
-        _require_invariance(engine.executor._model)
+        require_invariance(engine.executor._model)
 
 
 def test_a_layer_that_does_not_declare_it_is_named(every_model: str) -> None:

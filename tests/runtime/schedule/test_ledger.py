@@ -66,8 +66,7 @@ def test_a_request_arrives_is_seated_and_ends() -> None:
     ledger.queue.pop(sequence)
     admission.admit(ledger, sequence, [], 3)
     assert (sequence.state, sequence.slot, len(sequence.blocks), ledger.pool.free_count) == (State.PREFILL, 1, 3, 5)
-    assert ledger.take_block_writes() == tuple((1, i, block) for i, block in enumerate(sequence.blocks))
-    assert ledger.take_block_writes() == (), "each is told once"
+    assert list(ledger.block_writes.values()) == [(1, i, block) for i, block in enumerate(sequence.blocks)]
     ledger.check()
     ended = ledger.end(sequence, FinishReason.CANCELLED)
     assert (ended.request_id, ended.reason) == (0, FinishReason.CANCELLED)
@@ -134,8 +133,9 @@ def test_a_row_that_needs_blocks_takes_them_from_the_last_in_line() -> None:
     first, last = seat(ledger, 0, 2), seat(ledger, 1, 6)
     assert reservation.reserve(ledger, first), "landed 4 + 2 steps"
     assert (last.state, len(first.blocks)) == (State.WAITING, 3)
-    assert ledger.take_block_writes()[-1] == (first.slot, 2, first.blocks[2])
-    assert not any(slot == last.slot for slot, _, _ in ledger.take_block_writes())
+    *_, newest = ledger.block_writes.values()
+    assert newest == (first.slot, 2, first.blocks[2])
+    assert all(slot != last.slot for slot, _ in ledger.block_writes)
     ledger.check()
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from models.kernels.select import select_kernels
-from runtime.build import _require_invariance
 from runtime.execute.proposer import MakeProposer
+from runtime.model_checks import require_invariance
 from runtime.schedule.plan import StepKind
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
@@ -69,7 +69,7 @@ def test_real_guesses_change_no_bit(of_kind: tuple[str, int], dtype: torch.dtype
         "max_prefill_tokens": 8 + 2 * max(WIDTH, tree),
     }
     with rig(depth=2, **how, **mode(dtype)) as engine:
-        _require_invariance(engine.executor._model)
+        require_invariance(engine.executor._model)
         found = answers(engine, asked())
         counters = dict(engine.counters)
     told = difference(found, expected(dtype))

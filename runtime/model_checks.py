@@ -1,0 +1,95 @@
+"""What a model, its drafter and its kernels allow of a configuration; else ConfigError says what to type.
+
+Knows: lengths, vocabularies, draft windows, batch invariance. Does not know: memory, devices, the order of a start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from models.batch_invariance import missing_invariance
+from models.config import ModelConfig
+from models.kernels.interface import Kernels
+from models.layers.decoder import Decoder
+from runtime.config import ConfigError, EngineConfig
+from runtime.engine import ServedModel
+from runtime.frontend.tokenizer_files import TokenizerFiles
+from runtime.schedule.config import StepLimits
+from runtime.speculate.methods import check_drafter
+from runtime.speculative_config import SpeculativeConfig
+
+
+def served_model(config: EngineConfig, model: ModelConfig) -> ServedModel:
+    """What requests are checked against. Raises ConfigError for a configuration that the model's cannot have."""
+    ends = TokenizerFiles(config.model).end_token_ids(model.vocab_size)
+    ends = tuple(dict.fromkeys((*model.eos_token_ids, *ends)))
+    served = ServedModel(model.vocab_size, _max_model_len(config, model), ends)
+    if config.speculation is not None:
+        if (config.speculation.tree_top_k or 0) > served.vocab_size:
+            raise ConfigError(
+                f"tree_top_k is {config.speculation.tree_top_k}, but the vocabulary of {config.model} has "
+                f'{served.vocab_size} ids: type "tree_top_k": {served.vocab_size} or less'
+            )
+        check_drafter(config.speculation, model, target_folder=Path(config.model), load_format=config.load_format)
+    return served
+
+
+def check_model(config: EngineConfig, model: Decoder, limits: StepLimits) -> None:
+    """Raises ConfigError for a model without batch invariance, or with which speculation is impossible."""
+    if config.deterministic:
+        require_invariance(model)
+    if config.speculation is not None:
+        _require_windows(config.speculation, model, limits)
+
+
+def require_invariance(model: Decoder) -> None:
+    """Raises ConfigError if a part of the model gives other bits in another batch."""
+    if missing := missing_invariance(model):
+        raise ConfigError(
+            f"deterministic is on, but these are not batch-invariant: {', '.join(missing)}: leave out --deterministic"
+        )
+
+
+def _require_windows(config: SpeculativeConfig, model: Decoder, limits: StepLimits) -> None:
+    """Raises ConfigError if the model's sequences have no room for a draft window, or cannot take one back."""
+    if model.irrevocable:
+        raise ConfigError(
+            f"speculative_config is {config}, but {', '.join(model.irrevocable)} of {model.config.architecture} keeps "
+            "state of fixed size that cannot be taken back where a proposal is refused: leave out --speculative-config"
+        )
+    if limits.window >= limits.max_model_len and config.tree_size is not None:
+        raise ConfigError(
+            f"tree_size is {config.tree_size}, so that a step has as many tokens a request, but max_model_len is "
+            f"{limits.max_model_len}: type a longer --max-model-len, or a smaller tree_size"
+        )
+    if config.width >= limits.max_model_len:
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, so that a step has {config.width} tokens a "
+            f"request, but max_model_len is {limits.max_model_len}: type a longer --max-model-len, or "
+            f'"num_speculative_tokens": {max(1, limits.max_model_len - 2)} or less'
+        )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len or model.max_length
+    if wanted > model.max_length:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the positions of {config.model} end at {model.max_length}: type "
+            f"--max-model-len {model.max_length}"
+        )
+    return wanted
+
+
+def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Raises ConfigError if attention has no room for the tokens of a row."""
+    heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
+    tokens, most = limits.window, kernels.longest_window(heads, kv_heads, model.head_dim, dtype)
+    if most is not None and tokens > max(most, 1):
+        asked, fits = ("tree_size", most) if limits.tree else ("num_speculative_tokens", most - 1)
+        raise ConfigError(
+            f"rows bring {tokens} tokens to be verified, but attention of {model.heads} query heads over "
+            f"{model.kv_heads} key heads of {model.head_dim} takes {most} at once: type "
+            f'"{asked}": {fits} or less in --speculative-config'
+        )
