@@ -15,7 +15,7 @@ Policy, in one place:
   * Admission is in order of (priority, arrival) and stops at the first that does not fit. It never takes a block from
     a running request, and waits while any request is stalled. With mixed steps a request that would get no tokens of
     the step is not admitted: a long prompt waits for the one before it, and shorter prompts, or those of the other kind
-    (scored or not), pass it. No request passes one that is due and does not fit.
+    (scored or not), pass it. No request passes one that is due, unless both fit.
   * The last chunk of a prompt forks the other answers to it, as many as there are rows, slots and blocks for. Rows are
     kept for them from the prompt's admission on, unless it is a long one. Answers left out queue again.
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when

@@ -167,21 +167,23 @@ class Prefill:
     ) -> None:
         """Admit waiting prompts and append them to ``prefills``, as long as tokens of this step are left for them.
 
-        It ends at a prompt that would get tokens of the other kind's next step, so neither kind takes the other's room.
+        A prompt that would get tokens of the other kind's next step is passed only while there is room for both, so
+        neither kind takes the other's room, and neither waits for all of the other.
         """
         wanted = sum(cost(sequence, in_one_step(sequence), costly_prefix) for sequence in prefills)
         others = [s for s in self.prefilling.values() if s.scoring is not scored]
         told_blocks = 0
         while self._row_to_give and not self._stalled and told_blocks < MOST_TOLD_BLOCKS:
+            passed: SequenceState | None = None
             for candidate in self.ledger.queue.heads():
                 ours = scored is None or candidate.scoring is scored
-                if (ours and wanted < tokens) or gets_a_share(
-                    candidate, prefills if ours else others, tokens, costly_prefix
-                ):
+                if not ours:
+                    passed = candidate if gets_a_share(candidate, others, tokens, costly_prefix) else None
+                elif wanted < tokens or gets_a_share(candidate, prefills, tokens, costly_prefix):
                     break
             else:
                 return
-            if not ours or not self._admit(candidate):
+            if not self._has_room_beside(passed, candidate) or not self._admit(candidate):
                 return
             told_blocks += len(candidate.blocks)
             if self._proceeds(candidate):
@@ -213,6 +215,15 @@ class Prefill:
         ledger.queue.pop(sequence)
         admission.admit(ledger, sequence, hits, fresh)
         return True
+
+    def _has_room_beside(self, passed: SequenceState | None, candidate: SequenceState) -> bool:
+        """Whether ``passed``, which is before ``candidate`` in the queue, fits as well."""
+        if passed is None:
+            return True
+        ledger = self.ledger
+        blocks = sum(reservation.blocks_to_hold(ledger, each) for each in (passed, candidate))
+        rows = self._rows_taken + admission.kept_rows(ledger) + 2 <= self.limits.rows and ledger.slots.free_count >= 2
+        return rows and blocks + self._spare_blocks <= ledger.pool.free_count
 
     @property
     def _room_at_most(self) -> int:

@@ -430,6 +430,26 @@ def test_scored_prompts_have_steps_of_their_own_and_rows_wait_for_one_at_most() 
     engine.finish()
 
 
+@pytest.mark.parametrize("scored_first", [True, False])
+def test_a_prompt_does_not_wait_for_all_of_the_other_kind_before_it(scored_first: bool) -> None:
+    """Many that come at once, each a little shorter than what a step takes: one of them is always due."""
+    engine = mixing()
+    engine.admit(0, prompt=2, max_tokens=200)
+    engine.turns(2)
+    for request_id in range(1, 13):
+        if scored_first:
+            score(engine, request_id, prompt=14)
+        else:
+            engine.admit(request_id, prompt=14, max_tokens=1)
+    if scored_first:
+        engine.admit(20, prompt=8, max_tokens=1)
+    else:
+        score(engine, 20, prompt=8, max_tokens=1)
+    assert steps_until(engine, 20, State.ENDED) <= 5
+    assert engine.state(12) is State.WAITING
+    engine.finish()
+
+
 def test_scored_prompts_are_prefilled_with_the_others_where_nobody_decodes() -> None:
     engine = mixing()
     score(engine, 0, prompt=10)
