@@ -38,10 +38,26 @@ _HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json lacks the key; others
 # Options of other families that change what a model computes.
 _NEUTRAL: Neutral = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ((), "soft-capped logits")),
+    **dict.fromkeys(("logits_soft_cap", "router_logit_softcapping"), ((), "soft-capped logits")),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), ((), "another scale of attention")),
+    **dict.fromkeys(("attention_scale", "attn_scale"), ((), "another scale of attention")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), ((1,), "scaled activations")),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), ((1,), "scaled activations")),
+    **dict.fromkeys(("mlp_multipliers", "ssm_multipliers", "scale_depth"), ((), "scaled activations")),
     **dict.fromkeys(("logit_scale", "logits_scaling"), ((1,), "scaled logits")),
+    **dict.fromkeys(("lm_head_multiplier", "output_multiplier"), ((1,), "scaled logits")),
+    "key_multiplier": ((1,), "scaled keys"),
+    **dict.fromkeys(("rotary_pct", "rotary_percent", "rope_percent"), ((1,), "rotating a part of each head")),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved"), ((False,), "rotating pairs of neighbours")),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ((), "layers without rotation")),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"), ((), "multi-head latent attention")),
+    **dict.fromkeys(("use_parallel_residual", "parallel_attn"), ((False,), "attention and MLP side by side")),
+    "rope_local_base_freq": ((), "another rotation in some layers"),
+    "alibi": ((False,), "positions by ALiBi"),
     "clip_qkv": ((), "clipped queries, keys and values"),
+    "swiglu_limit": ((), "clipped activations"),
+    "hidden_activation": (("silu",), "another activation"),
+    "attention_chunk_size": ((), "attention in chunks"),
     "attn_temperature_tuning": ((False,), "a temperature by position"),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -145,14 +161,8 @@ class ModelConfig:
         default_eps, default_theta = _EPS_AND_THETA.get(architecture, _USUAL_EPS_AND_THETA)
         rope_parameters = _rope_parameters(config, default_theta)
         rope = rope_from_parameters(rope_parameters, max_positions)
-        share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
-        rotary_dim = int(head_dim * share)
-        if rotary_dim % 2 or not rotary_dim:
-            raise ValueError(
-                f"the rotated part of a head must be even, but head_dim {head_dim} rotates {rotary_dim} dims"
-            )
+        max_length = _max_length(rope, max_positions)
+        _refuse_sliding_window(config, max_length)
         bos = _token_ids(config, "bos_token_id")
         return cls(
             architecture=architecture,
@@ -163,9 +173,9 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rotary_dim=rotary_dim,
+            rotary_dim=_rotary_dim(config, rope_parameters, head_dim),
             rms_norm_eps=read.number("rms_norm_eps", default_eps),
-            max_length=_max_length(rope, max_positions),
+            max_length=max_length,
             rope=rope,
             dtype=_dtype(config),
             tied_embeddings=read.flag("tie_word_embeddings"),
@@ -225,12 +235,25 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
             f"'max_position_embeddings' ({config.get('max_position_embeddings')!r}) to its "
             f"'original_max_position_embeddings' ({original!r})"
         )
-    sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
-    if config.get("architectures") != ["Qwen3MoeForCausalLM"]:  # of which every layer slides, whatever these keys say
-        first_sliding = ConfigReader(config).number("max_window_layers", 0)
-        sliding &= not layer_types and first_sliding < ConfigReader(config).number("num_hidden_layers", 0)
-    if sliding or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError("sliding-window attention is not supported; only 'full_attention' layers are")
+    if other := [kind for kind in layer_types if kind != "full_attention"]:
+        raise ValueError(
+            f"'layer_types' has {other[0]!r}, but sliding-window attention is not supported; only 'full_attention' is"
+        )
+
+
+def _refuse_sliding_window(config: Mapping[str, Any], max_length: int) -> None:
+    """Of families without ``use_sliding_window``, every layer slides. A window of ``max_length`` changes nothing."""
+    read, window = ConfigReader(config), config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False or read.number("sliding_window", 0) >= max_length:
+        return
+    family = str(config.get("architectures"))
+    if "Qwen2For" in family or "Qwen3For" in family:
+        some = read.number("max_window_layers", 0) < read.number("num_hidden_layers", 0)
+        slides = bool(config.get("use_sliding_window")) and some and not config.get("layer_types")
+    else:  # Qwen3-MoE: whatever 'max_window_layers' and 'layer_types' say
+        slides = bool(config.get("use_sliding_window")) or "Qwen" not in family
+    if slides:
+        raise ValueError(f"'sliding_window' is {window!r}, but sliding-window attention is not supported")
 
 
 def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
@@ -245,6 +268,21 @@ def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[st
     if config.get("original_max_position_embeddings") is not None:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return parameters
+
+
+def _rotary_dim(config: Mapping[str, Any], rope_parameters: Mapping[str, Any], head_dim: int) -> int:
+    share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not rotary_dim:
+        raise ValueError(f"the rotated part of a head must be even, but head_dim {head_dim} rotates {rotary_dim} dims")
+    if config.get("rotary_dim") not in (None, rotary_dim):
+        raise ValueError(
+            f"'rotary_dim' is {config['rotary_dim']!r}, but {rotary_dim} dims of a head are rotated; "
+            "'partial_rotary_factor' says another share"
+        )
+    return rotary_dim
 
 
 def _mtp_layers(config: Mapping[str, Any]) -> int:

@@ -91,11 +91,6 @@ def _qwen3_5_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts
 
 
 def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
-    if config.get("sliding_window") is not None:
-        raise ValueError(
-            f"'sliding_window' is {config['sliding_window']}, but sliding-window attention is not supported; "
-            "checkpoints with 'sliding_window': null are"
-        )
     return RoutedExperts(
         count=_count(config, read, "num_local_experts"),
         per_token=read.size("num_experts_per_tok", 2),

@@ -211,6 +211,17 @@ def test_partial_rotation() -> None:
             | {"max_window_layers": 48, "layer_types": ["full_attention"] * 2},
             "sliding-window attention",
         ),
+        (
+            {"architectures": ["MixtralForCausalLM"], **EXPERTS, "sliding_window": 8},
+            "'sliding_window' is 8, but sliding-window attention is not supported",
+        ),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 63}, "'sliding_window' is 63"),
+        ({"kv_lora_rank": 512}, "'kv_lora_rank' is 512, which asks for multi-head latent attention"),
+        ({"rotary_dim": 4}, "'rotary_dim' is 4, but 10 dims of a head are rotated"),
+        ({"key_multiplier": 0.5}, "'key_multiplier' is 0.5, which asks for scaled keys; only 1 is implemented"),
+        ({"no_rope_layers": [1, 0]}, "'no_rope_layers' is [1, 0], which asks for layers without rotation"),
+        ({"rotary_pct": 0.5}, "'rotary_pct' is 0.5, which asks for rotating a part of each head; only 1 is"),
+        ({"swiglu_limit": 7.0}, "'swiglu_limit' is 7.0, which asks for clipped activations"),
         ({"is_causal": False}, "'is_causal' is false, but only causal attention is implemented"),
         ({"is_causal": 0}, "'is_causal' must be true or false, not 0"),
         (
@@ -373,6 +384,15 @@ def test_sliding_window_that_no_layer_uses_is_fine() -> None:
     tiny(use_sliding_window=False, sliding_window=4096, max_window_layers=1)
     tiny(use_sliding_window=True, sliding_window=4096, max_window_layers=2)
     tiny(layer_types=["full_attention"] * 2)
+    tiny(use_sliding_window=True, sliding_window=64)
+    mixtral = {"architectures": ["MixtralForCausalLM"], **EXPERTS}
+    tiny(**mixtral, sliding_window=64)
+    tiny(**mixtral, sliding_window=8, use_sliding_window=False)
+
+
+def test_options_that_ask_for_what_is_done_anyway_are_fine() -> None:
+    same = {"rotary_dim": 10, "rotary_pct": 1.0, "rope_interleave": False, "lm_head_multiplier": 1, "alibi": False}
+    assert tiny(**same, hidden_activation="silu", kv_lora_rank=None, sliding_window=None) == tiny()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x00"])
