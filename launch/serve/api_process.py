@@ -22,11 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
 from launch.serve.app import ServeApp
-from launch.serve.http_protocol import BoundedHttp
+from launch.serve.http_protocol import BoundedHttp, with_tls
 from launch.serve.metrics import Metrics
 from launch.serve.settings import ServerSettings, decoded
 from runtime.frontend.chat_template import ChatTemplate
@@ -131,9 +132,12 @@ def chat_template(model: str, file: str | None) -> ChatTemplate | None:
 
 
 def _config(app: ServeApp, settings: ServerSettings, files: int) -> uvicorn.Config:
+    protocol: Any = BoundedHttp.within(settings.header_seconds, settings.body_seconds, files)
+    if settings.ssl_certfile is not None:
+        protocol = with_tls(protocol, settings.ssl_certfile, settings.ssl_keyfile)
     return uvicorn.Config(
         app,
-        http=BoundedHttp.within(settings.header_seconds, settings.body_seconds, files),
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -143,8 +147,6 @@ def _config(app: ServeApp, settings: ServerSettings, files: int) -> uvicorn.Conf
         backlog=_BACKLOG,
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=int(_LAST_SECONDS) - 2,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
     )
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -88,15 +90,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = True
         self._timer: asyncio.TimerHandle | None = None  # of a head or a body
         self._framing = 0  # bytes of a message besides its head and body, since the last one that began with a chunk
-        self._crowded = False
+        self._crowded: bool | None = None  # None: it has no seat yet
         self._held = b""  # the beginning of a header's name that may turn out to be an offer
         self._tail = b""  # the last bytes before that
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+    def take_seat(self, transport: Any) -> None:
+        """Of TCP: a client that never ends its handshake holds a file, too."""
+        self.transport = transport
         self._crowded = self.seats.made(self)
         if self._crowded:
             self.app_state = {**self.app_state, CROWDED: True}
+
+    def connection_made(self, transport: Any) -> None:
+        if self._crowded is None:
+            self.take_seat(transport)
+        super().connection_made(transport)
         self._time(self.head_seconds, self._give_up_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -210,6 +218,39 @@ class BoundedHttp(HttpToolsProtocol):
         if may_answer:
             self.transport.write(response)
         self.transport.close()
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection until its handshake is over, within ``head_seconds`` of the ``BoundedHttp`` that then takes it."""
+
+    def __init__(self, tls: ssl.SSLContext, http: BoundedHttp) -> None:
+        self._tls = tls
+        self._http = http
+
+    def connection_made(self, transport: Any) -> None:
+        self._http.take_seat(self)
+        socket = transport.get_extra_info("socket").dup()
+        transport.abort()  # nothing was read
+        self._task = self._http.loop.create_task(self._shake_hands(socket))
+
+    def abort(self) -> None:
+        self._http.loop.call_soon(lambda: self._task.cancel())
+
+    async def _shake_hands(self, socket: Any) -> None:
+        http = self._http
+        try:
+            await http.loop.connect_accepted_socket(
+                lambda: http, socket, ssl=self._tls, ssl_handshake_timeout=http.head_seconds
+            )
+        except (OSError, asyncio.CancelledError):
+            http.seats.lost(http)
+
+
+def with_tls(kind: type[BoundedHttp], certificate: str, key: str | None) -> Callable[..., TlsHandshake]:
+    """``kind`` behind TLS."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    return lambda **named: TlsHandshake(tls, kind(**named))
 
 
 def _whole(status: HTTPStatus, message: str) -> bytes:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import ssl
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from launch.serve import http_protocol
-from launch.serve.http_protocol import CROWDED, MAX_HEAD_BYTES, BoundedHttp, Connections
+from launch.serve.http_protocol import CROWDED, MAX_HEAD_BYTES, BoundedHttp, Connections, with_tls
+from tests.launch.serve.rig import listening, served
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
@@ -23,6 +28,27 @@ HEAD = (
 BODY = b'{"prompt": "\nupgrade: 1"}\nup'
 DEAF = HEAD.replace(b"\r\nUpgrade: h2c", b"\r\nnoffer-: h2c")
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+# For these tests alone: signed by itself, trusted by nothing.
+CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgEPI8Y7bMnZI8Y54M
+75Tzqn1skL92X1fyHZUBcnkt2zihRANCAARkBIf8PT9VeiQVJQDJ9zSAx4fYJH9V
+Ni4bmGitrlSvMrtTBLAOY3dBcjPHRde4nN9sFJIBGaae2NbqBYz/jKmj
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBfzCCASWgAwIBAgIUG3120wkBWlvNmEaCRPA62r0t0wgwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyOTExNTgwM1oYDzIxMjYxMTA1
+MTE1ODAzWjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAARkBIf8PT9VeiQVJQDJ9zSAx4fYJH9VNi4bmGitrlSvMrtTBLAOY3dB
+cjPHRde4nN9sFJIBGaae2NbqBYz/jKmjo1MwUTAdBgNVHQ4EFgQUChYP2J+pSTzU
+Ev33DTa/oT3XViswHwYDVR0jBBgwFoAUChYP2J+pSTzUEv33DTa/oT3XViswDwYD
+VR0TAQH/BAUwAwEB/zAKBggqhkjOPQQDAgNIADBFAiAR856iQFz9AhYC3eyXD+tc
+x41eBHNGl7Pt6OivdGMw/wIhAKNDMjUcs/7yBGfTA96f97FA+1AjitEDvN0sRLSx
+lw+4
+-----END CERTIFICATE-----
+"""
 
 
 class Transport:
@@ -212,6 +238,14 @@ def test_a_body_that_waits_for_an_earlier_answer_has_its_time_afterwards() -> No
     assert one.transport.closed
 
 
+def test_a_connection_that_is_idle_for_long_is_closed() -> None:
+    one = protocol()
+    one.data_received(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+    answer(one)
+    assert one.loop.fire() == CONFIG.timeout_keep_alive
+    assert one.transport.closed
+
+
 def test_what_is_no_http_is_an_error_object() -> None:
     one = protocol()
     one.data_received(b"hello\r\n\r\n")
@@ -251,3 +285,65 @@ def test_where_all_are_answered_a_few_connections_are_left_for_probes() -> None:
     for probe in (probes[0], *probes[-2:]):
         probe.connection_lost(None)
     assert not protocol(seats).transport.closed
+
+
+def behind_tls(limits: type[BoundedHttp], folder: Path) -> Any:
+    (file := folder / "both.pem").write_text(CERTIFICATE)
+    return with_tls(limits, str(file), None)
+
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+async def eof(reader: asyncio.StreamReader) -> bool:
+    """Whether the server has closed it; waits until it has."""
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"])
+def test_connections_whose_handshake_does_not_end_make_room_too(tmp_path: Path, said: bytes, loop: Any) -> None:
+    limits = BoundedHttp.within(30.0, 30.0, 40)
+    credulous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    credulous.check_hostname, credulous.verify_mode = False, ssl.CERT_NONE
+
+    async def body() -> None:
+        async with served() as client, listening(client, behind_tls(limits, tmp_path)) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(limits.seats.most + 5)]
+            for _, writer in silent:
+                writer.write(said)
+            assert all(await asyncio.gather(*(eof(reader) for reader, _ in silent[:5])))
+            assert len(limits.seats._open) == limits.seats.most
+            for _ in range(2):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=credulous)
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert (await reader.readline()).split()[1] == b"200"
+                writer.close()
+            assert not silent[-1][0].at_eof()
+            for _, writer in silent:
+                writer.close()
+            await client.until(lambda: not limits.seats._open)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(body())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_handshake_that_fails_or_takes_too_long_holds_nothing(tmp_path: Path, loop: Any) -> None:
+    limits = BoundedHttp.within(0.2, 30.0, 40)
+
+    async def body() -> None:
+        async with served() as client, listening(client, behind_tls(limits, tmp_path)) as port:
+            for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
+                while await reader.read(1 << 10):
+                    pass
+                writer.close()
+            await client.until(lambda: not limits.seats._open)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(body())
