@@ -77,8 +77,7 @@ class Desk:
             command = parse(text, self.daemon.model.max_model_len)
             request = command.request or 0
             if isinstance(command.prompt, str):
-                begins = command.verb == "START" and command.options.get("add_special_tokens", True)
-                command = replace(command, prompt=self.daemon.token_ids(command.prompt, begins))
+                command = replace(command, prompt=self.daemon.token_ids(command.prompt, command))
         except (BadLine, RequestError) as error:
             return Read(request, None, str(error))
         return Read(request, command)

@@ -122,11 +122,14 @@ class DaemonState:
             return next(iter(connection.sessions.values()))
         return self.session(connection, command.request)
 
-    def token_ids(self, text: str, begins: bool) -> tuple[int, ...]:
-        """Of a prompt. ``begins``: a session begins with it, so BOS comes first if the tokenizer adds one."""
+    def token_ids(self, text: str, command: Command) -> tuple[int, ...]:
+        """Of the prompt of START, with BOS if the tokenizer adds one, or of text that continues a session."""
         if self.tokenizer is None:
             raise BadLine("the prompt is a text, but the model folder has no tokenizer: give [token, ids]")
-        return tuple(prompt_ids(self.tokenizer, text, self.model.max_model_len, add_special_tokens=begins))
+        continues = command.verb != "START"
+        begins = not continues and bool(command.options.get("add_special_tokens", True))
+        most = self.model.max_model_len
+        return tuple(prompt_ids(self.tokenizer, text, most, add_special_tokens=begins, continues=continues))
 
     def leave_ring(self, session: SlotSession) -> None:
         """It waits for no quantum in a drain any more."""

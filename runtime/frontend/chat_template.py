@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -26,7 +27,7 @@ from runtime.frontend.tokenizer_files import SPECIAL_TOKENS, TokenizerError, Tok
 _RESERVED: Final = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
 _PROBE: Final = "some words of a message"
 _PROBE_FUNCTION: Final = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
-_PROBE_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {}}}
+_PROBE_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {"a": _PROBE}}}
 
 Message = Mapping[str, Any]
 
@@ -111,6 +112,7 @@ class _Program:
         self._tools = [{"type": "function", "function": _PROBE_FUNCTION}] if with_tools else None
         self._knows_developer = any(n.value == "developer" for n in environment.parse(source).find_all(nodes.Const))
         self._reads_parts: dict[str, bool] = {}
+        self._of_calls: tuple[str | None, bool] | None = None
 
     def fitted(self, message: Message, special_tokens: Mapping[str, str]) -> Message:
         """``message`` in the form that the template reads."""
@@ -119,7 +121,25 @@ class _Program:
             role = "system"
         if role not in self._reads_parts:
             self._reads_parts[role] = self._probed(role, special_tokens)
-        return {**message, "role": role, "content": _in_form(message["content"], self._reads_parts[role])}
+        fitted = {**message, "role": role, "content": _in_form(message["content"], self._reads_parts[role])}
+        if not message.get("tool_calls"):
+            return fitted
+        if self._of_calls is None:
+            self._of_calls = self._probed_calls(special_tokens)
+        no_words, as_text = self._of_calls
+        return _with_calls(fitted if message["content"] else {**fitted, "content": no_words}, as_text)
+
+    def _probed_calls(self, special_tokens: Mapping[str, str]) -> tuple[str | None, bool]:
+        """What the template reads as the content of a message that has calls alone, as DeepSeek's, which writes them
+        only next to a null; and whether arguments are a text."""
+        user = self.fitted({"role": "user", "content": "hello"}, special_tokens)
+        for no_words, as_text in product(("", None), (False, True)):
+            called = {"role": "assistant", "content": no_words, "tool_calls": [_PROBE_CALL]}
+            with suppress(Exception):
+                values = {"tools": self._tools, "documents": None, "add_generation_prompt": False, **special_tokens}
+                if _PROBE in self.template.render(messages=[user, _with_calls(called, as_text)], **values):
+                    return no_words, as_text
+        return "", False
 
     def _probed(self, role: str, special_tokens: Mapping[str, str]) -> bool:
         """Whether content of ``role`` is in the prompt only where it is parts."""
@@ -157,6 +177,16 @@ def _in_form(content: str | list[dict[str, str]], as_parts: bool) -> Any:
     if as_parts:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _with_calls(message: Message, as_text: bool) -> Message:
+    if not as_text:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _raise_exception(message: str) -> NoReturn:

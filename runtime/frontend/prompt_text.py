@@ -29,10 +29,16 @@ class PromptTooLong(RequestError):
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, text: str, most: int, characters: int | None = None, *, add_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    text: str,
+    most: int,
+    characters: int | None = None,
+    *,
+    add_special_tokens: bool = True,
+    continues: bool = False,
 ) -> list[int]:
     """Ids of ``text``, fewer than about ``most``: callers check the exact number. ``characters``: that it may have, by
-    default WIDEST_TOKEN for each token.
+    default WIDEST_TOKEN for each token. ``continues``: other text stands before it.
 
     Raises PromptTooLong, and RequestError for a text that is no Unicode or that the tokenizer fails on.
     """
@@ -44,6 +50,8 @@ def prompt_ids(
     try:
         if len(text) > PIECE and len(text.encode()) > min(_SURE, _USUAL_TOKEN * most):
             _count(tokenizer, text, most)
+        if continues:
+            return tokenizer.encode_continued(text)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except RequestError:
         raise

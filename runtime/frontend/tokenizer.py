@@ -21,6 +21,7 @@ _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an a
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
 _OPEN_TOKENS: Final = 16  # of those, the last that stay open
 _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
+_MOST_PIECES: Final = 1024  # of a text that grows, before they are put together
 _LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 
 
@@ -45,6 +46,7 @@ class Tokenizer:
             self.byte_ids = {i: byte for i, byte in ids if i is not None}
         self._pieces: dict[int, bytes] = {}
         self._own_texts: dict[int, str] = {}
+        self._adds_space: bool | None = None  # before each text; None: nothing asked yet
         self._before: Sequence[int] | None = None  # plain text, after which a token keeps its space
         # Characters of a token, at most; None where one that is unknown may stand for any number of them.
         self.longest: int | None = None
@@ -85,6 +87,22 @@ class Tokenizer:
         of the interpreter.
         """
         return self._encoding(text, add_special_tokens).ids
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Ids of ``text`` after other text: without special tokens, and without the space that SentencePiece and others
+        put before a text."""
+        if self._adds_space is None:
+            ids = self._behind_newline("a")
+            self._adds_space = ids is not None and ids != self.encode("a", add_special_tokens=False)
+        ids = self._behind_newline(text) if self._adds_space else None
+        return self.encode(text, add_special_tokens=False) if ids is None else ids
+
+    def _behind_newline(self, text: str) -> list[int] | None:
+        """Ids of ``text`` that follow those of a newline; None if the newline has no tokens that stand alone."""
+        before = self.encode("\n", add_special_tokens=False)
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        alone = self.decode(before).endswith("\n") and ids[: len(before)] == before
+        return ids[len(before) :] if alone else None
 
     def count(self, text: str) -> int:
         """Tokens of ``text``, without special ones around it."""
@@ -354,6 +372,8 @@ class TextStream:
             text += matcher.push(name, self.kept > self._min_tokens, name not in self._marks)
         if text:
             self._pieces.append(text)
+            if len(self._pieces) > _MOST_PIECES:
+                self._pieces = [self.text]
         return text
 
     def finish(self) -> str:

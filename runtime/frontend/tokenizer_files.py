@@ -69,6 +69,7 @@ class TokenizerFiles:
         """Sorted by id: the library gives each that is new the next free one."""
         there = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         several = (self._named.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens"))
+        several = (tokens.values() if isinstance(tokens, dict) else tokens for tokens in several)
         special = [*map(self._named.get, SPECIAL_TOKENS), *(token for tokens in several for token in tokens)]
         if "added_tokens_decoder" in self._config:
             added = {entry["content"]: _added(entry) for _, entry in self._by_id()}

@@ -12,6 +12,7 @@ from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.daemon.scripted import ScriptedEngine
+from tests.runtime.frontend import small_tokenizers
 from tests.runtime.schedule.fake_device import complete_alone
 
 IDS = (1, 2, 3, 4, 5)
@@ -239,6 +240,23 @@ def test_bos_begins_a_session_and_stands_nowhere_else_in_it(with_bos: Tokenizer)
     client.run_until_idle()
     assert client.of(3, Kind.DONE)[0].done[0] is FinishReason.STOP
     assert client.ask('REQ 3 EXTEND "c d" 3 3')["tokens"] == 2
+
+
+def test_more_text_has_no_space_that_was_not_sent() -> None:
+    """As SentencePiece's normalizer puts one before every text."""
+    tokenizer = small_tokenizers.sentencepiece()
+    desk = listener(tokenizer).desk
+    for line, names in (
+        ('START "the" 2 2', ["<s>", "▁the"]),
+        ('EXTEND "the" 2 2', ["t", "h", "e"]),
+        ('EXTEND " the" 2 2', ["▁the"]),
+        ('EXTEND "lo" 2 2', ["lo"]),
+    ):
+        command = desk.read(f"REQ 1 {line}").command
+        assert command is not None
+        prompt = command.prompt
+        assert isinstance(prompt, tuple)
+        assert [tokenizer.id_to_token(token) for token in prompt] == names
 
 
 def test_a_text_with_its_own_special_tokens_gets_no_others(with_bos: Tokenizer) -> None:

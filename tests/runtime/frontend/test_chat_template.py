@@ -135,6 +135,24 @@ def test_each_role_gets_the_form_that_the_template_reads() -> None:
         assert ChatTemplate(source).render(messages) == "hello" * 4
 
 
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "[{{ c.function.name + c.function.arguments }}]{% endfor %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+USUAL = DEEPSEEK.replace("m.content is none", "m.tool_calls").replace("arguments }}", "arguments|tojson }}")
+
+
+@pytest.mark.parametrize("source", [DEEPSEEK, USUAL])
+def test_calls_without_words_have_the_form_that_the_template_writes(source: str) -> None:
+    """A null and a text next to it, or an empty text and an object."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    user = {"role": "user", "content": "hi"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert ChatTemplate(source).render([user, called, user]) == '<user>hi[f{"a": "é"}]<user>hi'
+    assert ChatTemplate(DEEPSEEK).render([user, {**called, "content": "so"}]) == "<user>hi<assistant>so"
+
+
 def test_a_template_that_reads_both_forms_gets_texts() -> None:
     source = each("{% if m.content is string %}s{{ m.content }}{% else %}" + PARTS + "{% endif %}")
     assert ChatTemplate(source).render([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == "sa"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -44,6 +45,28 @@ def test_encode_and_decode_round_trip(kind: Callable[[], Tokenizer]) -> None:
     tokenizer = kind()
     for text in ("hello the end", "你 é 🌍", "a  b"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    """The space comes from the pre-tokenizer, as in newer folders of the same models."""
+    backend = tokenizers.Tokenizer.from_str(small_tokenizers.sentencepiece_backend().to_str())
+    backend.normalizer = tokenizers.normalizers.Sequence([])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    return Tokenizer(backend)
+
+
+CONTINUED: dict[str, Callable[[], Tokenizer]] = {
+    **{kind.__name__: kind for kind in KINDS},
+    **{scheme: partial(metaspace, scheme) for scheme in ("always", "first", "never")},
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+@pytest.mark.parametrize("text", ["hello", " hello", "the lo", "\nhello", "\n", "  a", "é", "你", ""])
+def test_text_after_other_text_reads_as_it_was_sent(kind: str, text: str) -> None:
+    tokenizer = CONTINUED[kind]()
+    before = tokenizer.encode("a")
+    assert tokenizer.decode([*before, *tokenizer.encode_continued(text)]) == "a" + text
 
 
 @pytest.mark.parametrize("special", [True, False])

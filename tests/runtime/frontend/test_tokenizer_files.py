@@ -45,9 +45,12 @@ def test_tokens_that_only_added_tokens_decoder_names(tmp_path: Path, special: bo
     assert tokenizer.decode([SIZE, SIZE + 1]) == ("" if special else "<b>")
 
 
-def test_added_tokens_of_an_older_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "special", [{"additional_special_tokens": ["<b>"]}, {"extra_special_tokens": {"image_token": "<b>"}}]
+)
+def test_added_tokens_of_an_older_file(tmp_path: Path, special: dict[str, Any]) -> None:
     older = {"<b>": SIZE + 1, "<a>": SIZE}
-    tokenizer = Tokenizer.from_folder(folder(tmp_path, {"additional_special_tokens": ["<b>"]}, added_tokens=older))
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, special, added_tokens=older))
     assert tokenizer.encode("<a><b>") == [SIZE, SIZE + 1]
     assert tokenizer.decode([SIZE, SIZE + 1]) == "<a>"
 
