@@ -154,7 +154,7 @@ def whole(
             row = _completion_choice(asked, index, answer, pieces[index], scores, tokenizer)
         of_prompt = whole_prompt if asked.chat else row
         if asked.token_ids:
-            row["token_ids"] = [] if asked.hidden else answer.token_ids
+            row["token_ids"] = [] if asked.hidden else answer.token_ids.tolist()
             of_prompt["prompt_token_ids"] = asked.prompt_of(index).token_ids
         if asked.scored_prompt:
             rows = (response_logprobs.of_prompt([entry], tokenizer)[0] for entry in scores)

@@ -31,6 +31,7 @@ from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
 _CLIENT_CLOSED = 499  # nobody reads it
+_SHORT = 1 << 14  # tokens of prompts and answers that are written down in a millisecond or two
 _FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
@@ -107,7 +108,8 @@ class Generation:
                 break
             updates = await mailbox.take()
         parts = self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer
-        if self._keep_pieces or awaited:  # of many tokens, which takes long
+        tokens = usage_of(self._asked, self._answers)["total_tokens"] * self._asked.sampling.n
+        if self._keep_pieces or awaited or tokens > _SHORT:
             return await asyncio.to_thread(whole, *parts)
         return whole(*parts)
 

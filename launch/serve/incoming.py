@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -84,6 +85,8 @@ class Incoming:
         self._bodies: set[_Body] = set()
         self.held = 0
         self.on_loop, self.medium, self.large = Turns(), Turns(), Turns()
+        # One each: memory that a text needed while it was tokenised is used again for the next one.
+        self._threads = {turns: ThreadPoolExecutor(1, "bodies") for turns in (self.medium, self.large)}
 
     async def take(self, request: Request, client: Hashable, use: Callable[[bytearray], _Made]) -> _Made:
         """``use`` of the body, in its turn. ``client``: whose turn that is.
@@ -134,7 +137,7 @@ class Incoming:
                 raise self._no_memory()
             body.movable = False
             if turns is not self.on_loop:
-                return await asyncio.to_thread(use, body.data)
+                return await asyncio.get_running_loop().run_in_executor(self._threads[turns], use, body.data)
             made = use(body.data)
             await asyncio.sleep(0)  # a thousand that come at once delay nothing else, above all no probe
             return made

@@ -44,9 +44,10 @@ from runtime.frontend.validation import (
 from runtime.schedule.request import SamplingParams
 
 MOST_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
-_CUT_CHARACTERS = 1 << 20
+_CUT_CHARACTERS = 1 << 19
 MOST_SCORES = 1 << 19  # log-probabilities of one request: some 60 MB of objects and 40 MB of JSON
-MOST_PROMPT_TOKENS = 1 << 20  # of one request, where its prompts are several
+MOST_PROMPT_TOKENS = 1 << 20  # of one request, where its prompts are several or are shown with several answers
+MOST_ANSWER_TOKENS = 1 << 23  # of all answers to one request together
 MOST_LISTED = 1 << 20  # token ids in allowed_token_ids, logit_bias and bad_words, for each prompt of a request
 _RANDOM = random.SystemRandom()
 
@@ -105,6 +106,8 @@ class RequestBuilder:
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
         prompts = self._prompts(body)
+        if body.echo or body.return_token_ids:
+            _refuse_repeated(prompts, body.n or 1, "echo" if body.echo else "return_token_ids")
         asked = COMPLETION_MAX_TOKENS if self._settings.max_tokens is None else self._settings.max_tokens
         return self._asked(
             body, name, prompts, body.max_tokens, asked, body.logprobs, False, echo=bool(body.echo), hidden=hidden,
@@ -256,6 +259,8 @@ class RequestBuilder:
             sampling = checked_sampling(said, self._ready.vocab_size)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
+            if given is not None:
+                _check_lengths(prompts, sampling, self._ready.max_model_len)
         except RequestError as error:
             named = as_sent(error, body)
             raise bad_request(str(named), named.field) from None
@@ -267,16 +272,18 @@ class RequestBuilder:
             )
         if sampling.stop and self._tokenizer is None:
             raise bad_request("stop strings need a tokenizer, and the model folder has none", "stop")
-        if given is None and logprobs is not None:
-            fits = MOST_SCORES // ((logprobs + 1) * answers)
-            sampling = replace(sampling, max_tokens=max(1, sampling.min_tokens, min(sampling.max_tokens, fits)))
+        if given is None:
+            fits = MOST_ANSWER_TOKENS if logprobs is None else MOST_SCORES // (logprobs + 1)
+            sampling = replace(
+                sampling, max_tokens=max(1, sampling.min_tokens, min(sampling.max_tokens, fits // answers))
+            )
         _refuse_costly(prompts, sampling, self._ready.max_model_len, "prompt_logprobs" if scored else "logprobs")
         options = body.stream_options
         return Asked(
             chat,
             name,
             prompts,
-            tuple(_sequences(prompts, sampling, stops, priority, self._ready.max_model_len)),
+            tuple(_sequences(prompts, sampling, stops, priority, self._ready)),
             sampling,
             stops,
             bool(body.stream),
@@ -355,13 +362,36 @@ def _refuse_costly(prompts: tuple[Prompt, ...], sampling: SamplingParams, most: 
         )
 
 
+def _check_lengths(prompts: tuple[Prompt, ...], sampling: SamplingParams, most: int) -> None:
+    """Raises RequestError for answers that would have more tokens together than are kept for one request."""
+    tokens = sampling.n * sum(min(sampling.max_tokens, most - len(prompt.token_ids)) for prompt in prompts)
+    if tokens > MOST_ANSWER_TOKENS:
+        raise RequestError(
+            f"max_tokens allows the answers {tokens} tokens together, but at most {MOST_ANSWER_TOKENS} are possible: "
+            "send several requests, or ask for fewer tokens",
+            "max_tokens",
+        )
+
+
+def _refuse_repeated(prompts: tuple[Prompt, ...], times: int, param: str) -> None:
+    """Raises ApiError for prompts that are too long to be shown with each of their answers, as ``param`` asks."""
+    tokens = times * sum(len(prompt.token_ids) for prompt in prompts)
+    if times > 1 and tokens > MOST_PROMPT_TOKENS:
+        raise bad_request(
+            f"{param} shows prompts of {tokens} tokens with their answers, but at most {MOST_PROMPT_TOKENS} are "
+            "possible: send several requests",
+            param,
+        )
+
+
 def _sequences(
-    prompts: Iterable[Prompt], sampling: SamplingParams, stops: tuple[int, ...], priority: int, most: int
+    prompts: Iterable[Prompt], sampling: SamplingParams, stops: tuple[int, ...], priority: int, ready: Ready
 ) -> Iterable[SequenceRequest]:
     """Answer i of a prompt is drawn with seed + i, so that each can be had again alone."""
+    together = ready.most_together
     base = _RANDOM.getrandbits(63) if sampling.seed is None else sampling.seed
     for prompt in prompts:
-        room = most - len(prompt.token_ids)
+        room = ready.max_model_len - len(prompt.token_ids)
         for i in range(sampling.n):
             one = replace(
                 sampling,
@@ -372,7 +402,8 @@ def _sequences(
                 min_tokens=min(sampling.min_tokens, room),
                 prompt_logprobs=sampling.prompt_logprobs if i == 0 else None,  # the prompt is the same
             )
-            yield SequenceRequest(prompt.token_ids, one, stops, priority, 0 if i else sampling.n)
+            answers = 0 if i % together else min(together, sampling.n - i)
+            yield SequenceRequest(prompt.token_ids, one, stops, priority, answers)
 
 
 def _plain_tool(tool: Tool) -> dict[str, Any]:

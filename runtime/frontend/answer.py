@@ -7,6 +7,7 @@ Knows: stop strings, stop ids that are no text, the end that a caller sees. Does
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +56,7 @@ class Answer:
             self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens, prompt_token_ids, marks)
         self._stop_ids = frozenset(stop_token_ids)
         self._scored = sampling.logprobs is not None
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self.reason: FinishReason | None = None
         self.end: End | None = None
 

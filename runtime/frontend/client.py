@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -45,6 +46,31 @@ from runtime.schedule.request import FinishReason, SamplingParams, packed
 READ_SECONDS = 0.02  # about a decode step: many short texts, or one that is long
 
 
+@dataclass(slots=True)
+class Batch:
+    """Requests that came as one: together they have at most so many answers with the engine, and so many tokens of KV
+    cache at their longest. One alone may have more tokens."""
+
+    most_answers: int
+    most_tokens: int
+    answers: int = 0  # with the engine, or about to go there
+    tokens: int = 0
+    behind: deque[CheckedRequest] = field(default_factory=deque)  # not yet, in order
+
+    def has_room(self, request: CheckedRequest) -> bool:
+        answers, tokens = self.answers + request.sampling.n, self.tokens + _most_tokens(request)
+        return not self.answers or (answers <= self.most_answers and tokens <= self.most_tokens)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A request of a batch that its batch has let go to the engine. ``left``: answers that have not ended."""
+
+    batch: Batch
+    request: CheckedRequest
+    left: int
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """What a caller asks for: one prompt and how its ``sampling.n`` answers are drawn.
@@ -54,7 +80,7 @@ class PromptRequest:
     deltas are wanted, not only the whole answer. ``text``: where ``prompt`` is token ids, the text they were made from.
     ``arrived_at``: when it came, by the client's clock; None is when it is submitted. ``apart``, without a key: each
     answer has an output and deltas of its own, as if it were a request; their keys are the numbers from the returned
-    one on. Until the first token they are cancelled together.
+    one on. Until the first token they are cancelled together. ``batch``: what it is a part of.
     """
 
     prompt: str | Sequence[int]
@@ -65,6 +91,7 @@ class PromptRequest:
     text: str | None = None
     arrived_at: float | None = None
     apart: bool = False
+    batch: Batch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +152,7 @@ class EngineClient:
         self._outputs = OutputProcessor(self.tokenizer, clock)
         self._waiting: dict[int, CheckedRequest] = {}  # by its first answer's id: not with the engine yet
         self._queue: list[tuple[int, int]] = []  # a heap of their priorities and ids, and of some that were cancelled
+        self._parts: dict[int, _Part] = {}  # by each of its answers' ids
         self._queued = 0  # answers of those that wait
         self._most_not_begun = engine.config.max_waiting
         self._answers: dict[Hashable, range] = {}  # request ids of each unfinished request's answers
@@ -188,8 +216,37 @@ class EngineClient:
             self._answers[key] = opened.answer_ids
         self._queued += opened.sampling.n
         self._waiting[opened.request_id] = opened
-        heapq.heappush(self._queue, (opened.priority, opened.request_id))
+        if asked.batch is None:
+            heapq.heappush(self._queue, (opened.priority, opened.request_id))
+        else:
+            asked.batch.behind.append(opened)
+            self._let_go(asked.batch)
         return key
+
+    def _let_go(self, batch: Batch) -> None:
+        """Into the queue, as many of a batch as may be there at once."""
+        while batch.behind:
+            request = batch.behind[0]
+            if request.request_id in self._waiting:  # not cancelled
+                if not batch.has_room(request):
+                    return
+                batch.answers += request.sampling.n
+                batch.tokens += _most_tokens(request)
+                part = _Part(batch, request, request.sampling.n)
+                self._parts.update(dict.fromkeys(request.answer_ids, part))
+                heapq.heappush(self._queue, (request.priority, request.request_id))
+            batch.behind.popleft()
+
+    def _end_part(self, answer_id: int) -> None:
+        part = self._parts.pop(answer_id, None)
+        if part is None:
+            return
+        batch = part.batch
+        part.left -= 1
+        batch.answers -= 1
+        if not part.left:  # until then they share the prompt
+            batch.tokens -= _most_tokens(part.request)
+        self._let_go(batch)
 
     def cancel(self, *keys: Hashable, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End requests soon, as CANCELLED, or as STOP where a caller that has the text found a stop string in it.
@@ -274,7 +331,8 @@ class EngineClient:
         for request_id in routed.stop:
             self.engine.cancel(request_id, FinishReason.STOP)
         for done in routed.finished:
-            del self._answers[done.key]
+            for answer_id in self._answers.pop(done.key):
+                self._end_part(answer_id)
         return Turn(at, output, routed.deltas, routed.finished)
 
     def _feed(self) -> None:
@@ -349,6 +407,11 @@ def capacity_of(engine: EngineProtocol) -> int:
     """Sequences to keep with the engine: those that run, and as many as may take over from them."""
     config = engine.config
     return config.data_parallel * (config.max_num_seqs + min(config.max_num_seqs, config.max_waiting))
+
+
+def _most_tokens(request: CheckedRequest) -> int:
+    """KV cache of its prompt and its longest answers."""
+    return len(request.prompt_token_ids) + request.sampling.n * request.sampling.max_tokens
 
 
 def _check_running(engine: EngineProtocol) -> None:

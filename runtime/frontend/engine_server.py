@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from runtime.frontend.client import EngineClient, PreparedPrompt, PromptRequest, Turn
+from runtime.frontend.client import Batch, EngineClient, PreparedPrompt, PromptRequest, Turn
 from runtime.frontend.engine_protocol import EngineProtocol, Occupancy
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.serve_messages import (
@@ -67,6 +67,7 @@ _MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is 
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 1e-3  # poll() waits for whole milliseconds
 _FLUSH_SECONDS = 2.0
+_FOR_OTHERS = 8  # one of so many rows and KV blocks is never an HTTP request's that has more
 
 log = logging.getLogger("lockstride")
 
@@ -262,6 +263,8 @@ class EngineServer:
         self._owners: dict[Hashable, _Owner] = {}  # by the client's key, which is the engine's request id
         self._keys: dict[ApiLink, dict[int, Hashable]] = {link: {} for link in links}
         self._news: dict[ApiLink, _News] = {}
+        self._batches: dict[ApiLink, Batch] = {}  # of the latest HTTP request
+        self._most_together = _most(engine.config.max_num_seqs)
         self._stats_at = 0.0
         self._looked_at = time.monotonic()
         self._draining: float | None = None  # when what runs then is cancelled
@@ -333,7 +336,12 @@ class EngineServer:
             "gpu_memory_utilization": str(engine.config.memory_fraction),
         }
         ready = Ready(
-            model.vocab_size, model.max_model_len, model.eos_token_ids, engine.config.control_timeout_s, cache
+            model.vocab_size,
+            model.max_model_len,
+            model.eos_token_ids,
+            engine.config.control_timeout_s,
+            cache,
+            self._most_together,
         )
         stats = self._stats()
         for link in links:
@@ -368,6 +376,8 @@ class EngineServer:
 
     def _submit(self, link: ApiLink, order: Submit) -> None:
         """To the client, or back with the reason. Its fields were checked where it came from."""
+        if not order.continues or link not in self._batches:
+            self._batches[link] = self._batch()
         if self._draining is not None:
             self._refuse(link, order, "draining: the server is shutting down")
             return
@@ -379,7 +389,13 @@ class EngineServer:
             sampling = fitted(order.sampling, len(prompt), self._engine.model_config)
             scored = sampling.logprobs is not None
             request = PromptRequest(
-                prompt, sampling, priority=order.priority, stream=scored, arrived_at=order.arrived_at, apart=True
+                prompt,
+                sampling,
+                priority=order.priority,
+                stream=scored,
+                arrived_at=order.arrived_at,
+                apart=True,
+                batch=self._batches[link],
             )
             key = self._client.submit(PreparedPrompt(request, prompt, sampling, order.stop_token_ids, order.priority))
         except (RequestError, FrameRefused) as error:
@@ -390,6 +406,12 @@ class EngineServer:
             self._owners[answer] = _Owner(link, local)
             self._keys[link][local] = answer
             self._of(link).opened.append(Opened(local, answer))
+
+    def _batch(self) -> Batch:
+        """What one HTTP request may hold: some rows and KV blocks are left for others whatever it asks for."""
+        config, blocks = self._engine.config, self._engine.occupancy.blocks
+        groups = config.data_parallel
+        return Batch(groups * self._most_together, groups * _most(blocks) * config.block_size)
 
     def _queued(self) -> int:
         return self._client.not_begun
@@ -411,6 +433,7 @@ class EngineServer:
         why = link.lost or "closed"
         orphans = self._keys.pop(link)
         self._news.pop(link, None)
+        self._batches.pop(link, None)
         for key in orphans.values():
             del self._owners[key]
         self.disconnected += len(orphans)
@@ -550,6 +573,11 @@ class EngineServer:
             self._client.cancel_all()
             self._hurried = now + _FLUSH_SECONDS
         return self._hurried is not None and now >= self._hurried
+
+
+def _most(total: int) -> int:
+    """Of so many rows or blocks, those that one HTTP request may hold."""
+    return max(1, total - max(1, total // _FOR_OTHERS))
 
 
 def _columns(output: StepOutput) -> Columns | None:

@@ -106,20 +106,24 @@ class Mailbox:
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
-        self._updates: list[Update] = []
+        self._updates: deque[Update] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
         self.live: dict[int, _Live] = {}  # by index
 
     async def take(self) -> list[Update]:
-        """The updates since the last call, at least one. Raises EngineLost, or what ``fail`` was given."""
+        """The next updates, at least one and MOST_AT_ONCE at most: other tasks run before the rest is taken.
+
+        Raises EngineLost, or what ``fail`` was given.
+        """
+        if self._updates:
+            await asyncio.sleep(0)
         while not self._updates:
             if self._failure is not None:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        updates, self._updates = self._updates, []
-        return updates
+        return [self._updates.popleft() for _ in range(min(len(self._updates), MOST_AT_ONCE))]
 
     def put(self, update: Update) -> None:
         self._updates.append(update)
@@ -160,6 +164,7 @@ class Health(NamedTuple):
 
 
 MOST_UNREAD = 1 << 17  # updates, some 30 MB: a client that lets more wait does not read its stream
+MOST_AT_ONCE = 32  # updates: to write their tokens to clients takes some ms, in which nothing else is read
 _AT_ONCE = 8  # sequences whose tokens are told before the event loop looks for what has come meanwhile
 _PATIENCE = 0.5  # of the time after which the watchdog ends the job: health is told before that
 _MOST_QUIET = 5.0  # seconds; beats come twice a second
@@ -203,7 +208,7 @@ class RemoteEngine(asyncio.Protocol):
         if self.ended is not None or self._transport is None:
             raise EngineLost(self.ended or "the engine is not there yet")
         mailbox = Mailbox(self)
-        frames = []
+        frames = list[bytes]()
         for index, sequence in enumerate(sequences):
             local, self._next = self._next, self._next + 1
             self._by_local[local] = mailbox.live[index] = _Live(local, mailbox, index)
@@ -219,6 +224,7 @@ class RemoteEngine(asyncio.Protocol):
                         sequence.stop_token_ids,
                         sequence.priority,
                         arrived_at,
+                        continues=bool(frames),
                     )
                 )
             )

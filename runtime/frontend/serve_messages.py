@@ -87,13 +87,17 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The engine is loaded. What a front end must know of the model, and of the engine for its information pages."""
+    """The engine is loaded. What a front end must know of the model, and of the engine for its information pages.
+
+    ``most_together``: answers of one Submit.
+    """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     limit: float  # seconds without progress after which the watchdog ends the job
     cache: dict[str, str]  # of vllm:cache_config_info
+    most_together: int
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +208,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """``sampling.n`` sequences of one prompt, checked: their seed is set, their stop strings are the API process's
     business. ``local`` is the first one's id, the others have those that follow.
 
-    ``arrived_at``: time.monotonic(), which all processes of a machine share.
+    ``arrived_at``: time.monotonic(), which all processes of a machine share. ``continues``: it belongs to the same HTTP
+    request as the one before it.
     """
 
     local: int
@@ -213,6 +218,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     stop_token_ids: tuple[int, ...]
     priority: int
     arrived_at: float
+    continues: bool = False
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):

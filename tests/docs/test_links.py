@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"")
 LINK_TO_HEADING = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
@@ -13,6 +15,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED_DOCUMENT = re.compile(r"docs/[\w/.-]+\.(?:md|jsonl?)\b")
 NAMED_PATH = re.compile(r"`((?:launch|runtime|models|parallel|tests|docs)/[\w./-]*)`")
 NAMED_MODULE = re.compile(r"python3? -m ((?:launch|tests)(?:\.\w+)*)")
+NAMED_TEST_OF_FILE = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 NAMED_TEST = re.compile(r"`(test_\w{12,})`")
 
 
@@ -75,6 +78,24 @@ def test_named_commands_exist() -> None:
             path = ROOT / module.replace(".", "/")
             if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
                 missing.append(f"{document.relative_to(ROOT)}: {module}")
+    assert missing == []
+
+
+@pytest.mark.parametrize(("page", "heading"), [("serving", "Limits"), ("reliability", "Promises")])
+def test_each_limit_and_each_promise_names_a_test_that_exists(page: str, heading: str) -> None:
+    """In the first table below the heading: file and function, of tests/launch/serve where no folder is named."""
+    below = (ROOT / "docs" / f"{page}.md").read_text().partition(f"\n## {heading}\n")[2]
+    rows = re.findall(r"^\|.*\|$", below.partition("\n| ")[2].partition("\n\n")[0], re.MULTILINE)[1:]
+    assert len(rows) > 8
+    missing = []
+    for row in rows:
+        named = NAMED_TEST_OF_FILE.findall(row)
+        for file, name in named:
+            path = ROOT / (file if "/" in file else f"tests/launch/serve/{file}")
+            if not path.is_file() or f"def {name}(" not in path.read_text():
+                missing.append(f"{file}::{name}")
+        if not named:
+            missing.append(f"no test: {row}")
     assert missing == []
 
 

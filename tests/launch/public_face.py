@@ -217,7 +217,7 @@ def _summary() -> set[str]:
 
 
 def _metrics() -> set[str]:
-    ready = Ready(1, 1, (), 1.0, {"block_size": "1"})
+    ready = Ready(1, 1, (), 1.0, {"block_size": "1"}, 1)
     tokens, seconds = ((0,) * (len(bounds) + 1) for bounds in (ITERATION_BUCKETS, AGREEMENT_BOUNDS))
     stats = Stats({}, 0, 0, 0, 1, False, 0, 0, tokens, 0, seconds, 0.0)
     page = Metrics((), 0).text("m", ready, stats).decode()

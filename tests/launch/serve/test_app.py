@@ -406,6 +406,35 @@ def test_answers_to_one_prompt_are_one_request_to_the_engine() -> None:
     run(body, fake)
 
 
+@pytest.mark.parametrize(
+    "large",
+    [{"prompt": [[5, i] for i in range(12)]}, {"prompt": [5, 6], "n": 12}, {"prompt": [5, 6], "n": 12, "stream": True}],
+)
+def test_one_request_leaves_rows_to_others(large: dict[str, Any]) -> None:
+    """Of four rows it has three at most, whether it has many prompts or many answers to one."""
+    fake = ServedFake(pause=0.002)
+
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 40, "min_tokens": 40, "seed": 3}
+        waits = asyncio.ensure_future(client.post("/v1/completions", {**asked, **large}))
+        await client.until(lambda: len(fake.added) == 3)
+        assert (await client.post("/v1/completions", {"prompt": [7], "max_tokens": 2})).status == 200
+        assert not waits.done()
+        assert len(fake.added) < 12, "it came before most of the others"
+        reply = await waits
+        assert reply.status == 200
+        seeds = [request.sampling.seed or 0 for request in fake.added if request.prompt_token_ids[0] == 5]
+        assert sorted(seeds) == ([3] * 12 if "n" not in large else list(range(3, 15)))
+        if "stream" not in large:
+            choices = reply.json["choices"]
+            prompts = large["prompt"] if "n" not in large else [large["prompt"]] * 12
+            alone = [expected(prompt, 40, 3 + i * ("n" in large), min_tokens=40) for i, prompt in enumerate(prompts)]
+            assert [choice["text"] for choice in choices] == [text_of(tokens) for tokens, _ in alone]
+        assert fake.most_live == 4
+
+    run(body, fake)
+
+
 def test_models_and_tokens() -> None:
     async def body(client: Client) -> None:
         card = (await client.get("/v1/models")).json["data"][0]
@@ -669,10 +698,10 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
 
 
 def test_a_text_that_need_not_fit_is_bounded_too() -> None:
-    """Tokenising takes a hundred times a text's memory, and a second for each 500,000 characters."""
+    """Tokenising takes a hundred times a text's memory, and two seconds for each MiB."""
 
     async def body(client: Client) -> None:
-        words = "a" * (1 << 20)
+        words = "a" * (1 << 19)
         for path, fields in (
             ("/tokenize", {"prompt": words + "b"}),
             ("/tokenize", {"messages": [{"role": "user", "content": words}]}),
@@ -682,7 +711,7 @@ def test_a_text_that_need_not_fit_is_bounded_too() -> None:
             with mock.patch.object(client.app._tokenizer, "_encoding", None):
                 reply = await client.post(path, fields)
             assert (reply.status, reply.error["param"]) == (400, "messages" if "messages" in fields else "prompt")
-            assert re.search(r"the text has 10485\d\d characters, more than are tokenised", reply.error["message"])
+            assert re.search(r"the text has 5242\d\d characters, more than are tokenised", reply.error["message"])
 
     run(body)
 
@@ -698,6 +727,10 @@ def test_a_text_that_need_not_fit_is_bounded_too() -> None:
         ("/v1/chat/completions", {"n": 20, "logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, "logprobs"),
         ("/v1/completions", {"prompt": [[5, 6]] * 700, "allowed_token_ids": list(range(1600))}, "prompt"),
         ("/v1/completions", {"prompt": [[5] * 400] * 5}, "prompt"),
+        ("/v1/completions", {"prompt": [[5] * 400] * 2, "n": 3, "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": [5] * 700, "n": 3, "return_token_ids": True}, "return_token_ids"),
+        ("/v1/completions", {"prompt": [[5]] * 7, "n": 128, "max_tokens": 1000}, "max_tokens"),
+        ("/v1/chat/completions", {"n": 128, "max_completion_tokens": 4000}, "max_completion_tokens"),
     ],
 )
 def test_what_would_stop_others_while_it_is_written_down_is_refused(
@@ -710,11 +743,12 @@ def test_what_would_stop_others_while_it_is_written_down_is_refused(
         assert "send several" in reply.error["message"]
         assert not client.fake.added
 
-    with mock.patch("launch.serve.requests.MOST_PROMPT_TOKENS", 100_000 if "logprobs" in str(fields) else 1999):
+    prompts = 100_000 if "logprobs" in str(fields) else 1999
+    with mock.patch.multiple("launch.serve.requests", MOST_PROMPT_TOKENS=prompts, MOST_ANSWER_TOKENS=500_000):
         run(body, ServedFake(model=FakeModel(vocab_size=2000, max_model_len=4096)))
 
 
-def test_where_no_length_is_asked_for_log_probabilities_bound_it() -> None:
+def test_where_no_length_is_asked_for_what_is_possible_bounds_it() -> None:
     """Of a chat, whose answer may otherwise have all that fits."""
 
     async def body(client: Client) -> None:
@@ -723,11 +757,16 @@ def test_where_no_length_is_asked_for_log_probabilities_bound_it() -> None:
             reply = await client.post("/v1/chat/completions", {**chat, "seed": 1})
         assert reply.status == 200
         assert {request.sampling.max_tokens for request in client.fake.added} == {10}
+        del chat["logprobs"], chat["top_logprobs"]
+        with mock.patch("launch.serve.requests.MOST_ANSWER_TOKENS", 100):
+            reply = await client.post("/v1/chat/completions", {**chat, "n": 5, "seed": 1})
+        assert reply.status == 200
+        assert {request.sampling.max_tokens for request in client.fake.added[2:]} == {20}
 
     run(body)
 
 
-def test_log_probabilities_are_written_down_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_are_written_down_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     made = chunks.whole
 
@@ -736,12 +775,13 @@ def test_log_probabilities_are_written_down_beside_the_event_loop(monkeypatch: p
         return made(*parts)
 
     monkeypatch.setattr("launch.serve.generation.whole", noted)
+    monkeypatch.setattr("launch.serve.generation._SHORT", len(PROMPT) + 3)
 
     async def body(client: Client) -> None:
-        for fields in ({}, {"logprobs": 2}):
+        for fields in ({}, {"logprobs": 2}, {"n": 4}):
             reply = await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "seed": 1, **fields})
             assert reply.status == 200
-        assert seen == [True, False]
+        assert seen == [True, False, False]
 
     run(body)
 

@@ -111,6 +111,22 @@ def test_long_bodies_are_used_beside_the_event_loop(size: int, on_loop: bool) ->
     run(body)
 
 
+def test_the_large_ones_share_a_thread_and_the_others_another() -> None:
+    """So that memory which one of them needed is there for the next, not held for each of many threads."""
+
+    async def body() -> None:
+        incoming, threads = Incoming(longest=1 << 20, total=1 << 23, retry_after=1), list[set[int]]()
+        for size in (300 << 10, 20 << 10):
+            senders = [Sender(incoming, str(i), lambda data: threading.get_ident()) for i in range(4)]
+            for one in senders:
+                await one.send(size, more=False)
+            threads.append(set(await asyncio.gather(*(one.taken for one in senders))))
+        assert [len(found) for found in threads] == [1, 1]
+        assert len({threading.get_ident()}.union(*threads)) == 3
+
+    run(body)
+
+
 def test_a_small_body_does_not_wait_for_large_ones() -> None:
     async def body() -> None:
         incoming, may_end = Incoming(longest=1 << 20, total=1 << 23, retry_after=1), threading.Event()

@@ -13,7 +13,7 @@ import pytest
 
 import runtime.frontend.client as client_module
 from runtime.config import EngineConfig
-from runtime.frontend.client import EngineClient, EngineIdle, EngineStopped, PromptRequest, Turn
+from runtime.frontend.client import Batch, EngineClient, EngineIdle, EngineStopped, PromptRequest, Turn
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.validation import RequestError
@@ -131,6 +131,70 @@ def test_the_engine_never_has_more_than_it_has_room_for(rows: int, max_waiting: 
     assert len(outputs(found)) == 12
     assert engine.most_live <= rows + min(rows, max_waiting) + n - 1
     assert engine.most_live > rows or max_waiting == 1
+
+
+class Noted(FakeEngine):
+    """``most``: answers and tokens that requests of a batch have had here at once. Their prompts begin with 9."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(EngineConfig(model="none", device="cpu", max_num_seqs=8), **options)
+        self.most = (0, 0)
+
+    def step(self) -> StepOutput:
+        live = [one.request for one in self._running.values()] + list(self._waiting)
+        mine = [one for one in live if one.prompt_token_ids[0] == 9]
+        tokens = sum(one.sampling.max_tokens for one in mine)
+        tokens += sum(len(prompt) for prompt in {tuple(one.prompt_token_ids) for one in mine})
+        self.most = max(self.most[0], len(mine)), max(self.most[1], tokens)
+        return super().step()
+
+
+def part(number: int, batch: Batch, n: int = 1, max_tokens: int = 8) -> PromptRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=number, n=n)
+    return PromptRequest((9, 10 + number), sampling, apart=True, batch=batch)
+
+
+@pytest.mark.parametrize(("answers", "tokens", "n"), [(3, 1000, 1), (7, 40, 1), (6, 1000, 3), (7, 50, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_of_a_batch_leave_rows_and_kv_cache_to_others(answers: int, tokens: int, n: int, seed: int) -> None:
+    engine, batch = Noted(seed=seed), Batch(answers, tokens)
+    client = client_of(engine)
+    keys = [client.submit(part(i, batch, n)) for i in range(20)]
+    others = [client.submit(asked(i)) for i in range(5)]
+    assert client.sequences == client.not_begun == 20 * n + 5
+    client.turn()
+    assert {9} < {request.prompt_token_ids[0] for request in engine.added}, "others do not wait for all of it"
+    assert len([one for one in engine.added if one.prompt_token_ids[0] != 9]) == 5
+    done = outputs(turns(client))
+    assert engine.most[0] == answers or engine.most[1] > tokens - n * 8 - 2
+    assert engine.most[0] <= answers
+    assert engine.most[1] <= tokens
+    assert len(done) == 20 * n + 5
+    assert {*keys, *others} <= done.keys()
+    assert (batch.answers, batch.tokens, len(batch.behind), client._parts) == (0, 0, 0, {})
+
+
+def test_a_request_that_is_more_than_its_batch_may_hold_runs_alone() -> None:
+    engine, batch = Noted(), Batch(2, 10)
+    client = client_of(engine)
+    for i in range(4):
+        client.submit(part(i, batch, max_tokens=30))
+    assert len(outputs(turns(client))) == 4
+    assert engine.most[0] == 1
+
+
+def test_a_batch_goes_on_when_some_of_it_is_cancelled() -> None:
+    """What runs, what is about to, and what waits behind."""
+    engine, batch = Noted(lag=1), Batch(3, 1000)
+    client = client_of(engine)
+    keys = [client.submit(part(i, batch, max_tokens=40)) for i in range(9)]
+    client.cancel(keys[1], keys[5])
+    client.turn()
+    client.cancel(keys[0], keys[3], keys[8])
+    done = outputs(turns(client))
+    assert {key for key in keys if key in done} | {keys[1], keys[5]} == set(keys)
+    assert (batch.answers, batch.tokens, engine.most[0]) == (0, 0, 3)
+    assert {one.request_id for one in engine.added} == {keys[i] for i in (0, 2, 4, 6, 7)}
 
 
 @pytest.mark.parametrize("max_waiting", [1, 3, 100])

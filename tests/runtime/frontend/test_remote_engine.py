@@ -9,6 +9,7 @@ import pytest
 
 from runtime.frontend.remote_engine import (
     _AT_ONCE,
+    MOST_AT_ONCE,
     ClientGone,
     EngineLost,
     Mailbox,
@@ -44,8 +45,8 @@ def taken(mailboxes: Sequence[Mailbox]) -> list[list[Update]]:
     """What each has been told since the last call."""
     found = []
     for mailbox in mailboxes:
-        found.append(mailbox._updates)
-        mailbox._updates = []
+        found.append(list(mailbox._updates))
+        mailbox._updates.clear()
     return found
 
 
@@ -99,6 +100,36 @@ def test_a_lost_engine_is_heard_of_behind_its_last_tokens() -> None:
             with pytest.raises(EngineLost):
                 await mailbox.take()
 
+    asyncio.run(steps())
+
+
+def test_of_one_request_a_few_updates_are_taken_at_once() -> None:
+    """Between them the event loop has its turn, however many there are."""
+
+    async def steps() -> None:
+        engine = RemoteEngine(lambda settings: None, lambda why: None)
+        engine.connection_made(Silent())
+        asked = SequenceRequest((1, 2, 3), SamplingParams(max_tokens=9), ())
+        mailbox = engine.submit([asked] * (2 * MOST_AT_ONCE + 1), 0.0)
+        every = range(len(mailbox.live))
+        engine.data_received(step_of(every, 1, opened=every))
+        turns = list[str]()
+
+        async def other() -> None:
+            for _ in range(3):
+                turns.append("other")
+                await asyncio.sleep(0)
+
+        task, found = asyncio.ensure_future(other()), list[int]()
+        for _ in range(3):
+            updates = await mailbox.take()
+            found += [update.choice for update in updates]
+            turns.append(str(len(updates)))
+        await task
+        assert found == list(every)
+        assert turns == ["other", "32", "other", "32", "other", "1"]
+
+    assert MOST_AT_ONCE == 32
     asyncio.run(steps())
 
 
