@@ -196,6 +196,16 @@ async def unread(server: Server) -> str:
     return "left"
 
 
+@attack("1,024 answers to long prompts")
+async def many(server: Server) -> str:
+    _, writer = await server.connect()
+    prompts = [[5 + at] * 1000 for at in range(8)]
+    writer.write(request("/v1/completions", {"prompt": prompts, "n": 128, "max_tokens": 1000, "ignore_eos": True}))
+    await asyncio.sleep(SECONDS)
+    writer.close()
+    return "left"
+
+
 @attack("idle connections, twice as many as there are files")
 async def idle(server: Server) -> str:
     limit = int(Path(f"/proc/{server.pids['api']}/limits").read_text().partition("Max open files")[2].split()[0])
