@@ -27,8 +27,9 @@ from launch.serve.options import ServeCommand, ServeOptions
 from launch.serve.processes import ApiProcesses, listeners, not_listening
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig, require_real_texts
+from runtime.frontend.api_links import ApiLink, Beats, ServedEngine
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.engine_server import ApiLink, Beats, EngineServer, ServedEngine
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import SamplingParams
 

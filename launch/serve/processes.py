@@ -28,7 +28,7 @@ import msgspec
 from launch.errors import UsageError
 from launch.serve.settings import ServerSettings, encoded
 from runtime.client_socket import listen
-from runtime.frontend.engine_server import ApiLink
+from runtime.frontend.api_links import ApiLink
 from runtime.frontend.serve_messages import Setup
 
 _ROOT = Path(__file__).resolve().parents[2]

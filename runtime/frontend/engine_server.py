@@ -1,41 +1,35 @@
-"""EngineServer: rank 0's side of the API processes. It takes the engine's turns and tells them what came of them.
+"""EngineServer: rank 0's side of the API processes. It takes the engine's turns and sends them the results.
 
-Knows: who submitted what, when an API process is lost, how an engine that drains comes to its end.
-Does not know: HTTP, text, tokenizers (all in the API processes), how processes are started (launch/serve/processes.py).
+Knows: which API process submitted what, what follows when one is lost, how a drain ends.
+Does not know: HTTP, text, tokenizers (all in the API processes), their connections and the beat thread (api_links.py),
+how processes are started (launch/serve/processes.py).
 
     the engine's thread   orders from all sockets, until a turn must begin (plan_late.py) -> a turn -> one message to
                           each API process; never blocks on them
-    the beat thread       twice a second: how the engine gets on, also while its thread waits for another rank
 
-An API process that dies, hangs, breaks the protocol or takes nothing any more loses its connection: its requests are
-cancelled on all ranks, and the starter of API processes is asked for another one.
+If an API process is lost, its requests are cancelled on all ranks, and the starter of API processes is asked for
+another one.
 """
 
 from __future__ import annotations
 
 import logging
 import select
-import socket
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from runtime.frontend.api_links import ApiLink, Beats, News, ServedEngine, columns_of
 from runtime.frontend.client import Batch, EngineClient, PreparedPrompt, PromptRequest, Turn
-from runtime.frontend.engine_protocol import EngineProtocol, Occupancy
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.serve_messages import (
     ITERATION_BUCKETS,
-    Alive,
-    Beat,
     Bye,
     Columns,
     Drain,
-    Drop,
     Ended,
-    FrameReader,
     FrameRefused,
     Opened,
     PrefixCacheReset,
@@ -49,22 +43,14 @@ from runtime.frontend.serve_messages import (
     ToApi,
     WireLogprob,
     framed,
-    from_api,
     pack_tokens,
     unpack_tokens,
 )
 from runtime.frontend.validation import RequestError, fitted
-from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason
 
 _IDLE_SECONDS = 0.25  # longest wait for an order before the engine is asked again
-_BEAT_SECONDS = 0.5
 _STATS_SECONDS = 0.5
-_SILENT_SECONDS = 3.0  # a rank that said nothing for so long is named
-_QUIET_SECONDS = 20.0  # of an API process, which speaks every second: after that it hangs
-_QUIET_AT_START = 120.0  # until its first word, while it imports and loads a tokenizer
-_MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is given up
-_READ_BYTES = 1 << 20
 _POLL_SECONDS = 1e-3  # poll() waits for whole milliseconds
 _FLUSH_SECONDS = 2.0
 _FOR_OTHERS = 8  # one of so many rows and KV blocks is never an HTTP request's that has more
@@ -72,169 +58,11 @@ _FOR_OTHERS = 8  # one of so many rows and KV blocks is never an HTTP request's 
 log = logging.getLogger("lockstride")
 
 
-class ServedEngine(EngineProtocol, Protocol):
-    """What serving needs of an engine beyond its turns."""
-
-    @property
-    def occupancy(self) -> Occupancy: ...
-    @property
-    def agreements(self) -> tuple[tuple[int, ...], float]: ...
-    def silent_ranks(self, seconds: float) -> tuple[int, ...]:
-        """Ranks that have said nothing for longer. From any thread."""
-        ...
-
-    def tell_verdict(self, hear: Callable[[str], object]) -> object:
-        """Has ``hear`` called with the reason, when the watchdog ends the job and before the process leaves."""
-        ...
-
-
-class ApiLink:
-    """Rank 0's end of the connection to one API process. ``send`` never blocks, and may be called in any thread."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self.socket = end
-        self.lost: str | None = None  # why nothing goes here any more
-        self.heard = False  # the API process has said something
-        self._quiet = 0.0
-        self._reader = FrameReader()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
-        self._lock = threading.Lock()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    @property
-    def behind(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._unsent)
-
-    def send(self, message: ToApi) -> None:
-        self.send_frame(framed(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        with self._lock:
-            if self.lost is not None:
-                return
-            self._unsent.append(memoryview(frame))
-            self._unsent_bytes += len(frame)
-            self._flush()
-            if self._unsent_bytes > _MOST_UNSENT:
-                self.lost = f"it has not read {self._unsent_bytes >> 20} MiB of answers"
-
-    def flush(self) -> None:
-        with self._lock:
-            if self.lost is None:
-                self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = self.socket.send(self._unsent[0])
-                self._unsent_bytes -= sent
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = self._unsent[0][sent:]
-                else:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.lost = f"its connection broke: {error.strerror}"
-
-    def receive(self, passed: float = 0.0) -> list[Submit | Drop | ResetPrefixCache]:
-        """What has come, _READ_BYTES at most: the rest waits for the next turn. ``passed``: seconds since the last one.
-
-        Sets ``lost`` at the end of the connection, for what is no message, and after too long a silence.
-        """
-        orders: list[Submit | Drop | ResetPrefixCache] = []
-        self._quiet += passed
-        try:
-            if self.lost is None and not (data := self.socket.recv(_READ_BYTES)):
-                self.lost = "it ended"
-            if self.lost is None:
-                self.heard, self._quiet = True, 0.0
-                messages = [from_api(body) for body in self._reader.bodies(data)]
-                orders = [message for message in messages if not isinstance(message, Alive)]
-        except BlockingIOError:
-            if self._quiet > (_QUIET_SECONDS if self.heard else _QUIET_AT_START):
-                self.lost = f"it has said nothing for {self._quiet:.0f} s"
-        except FrameRefused as error:
-            self.lost = f"it broke the protocol: {error}"
-        except OSError as error:
-            self.lost = f"its connection broke: {error.strerror}"
-        return orders
-
-    def close(self) -> None:
-        with self._lock:
-            self.lost = self.lost or "closed"
-            self.socket.close()
-
-
 class _Owner(NamedTuple):
-    """Whose sequence it is, and the API process's own id for it."""
+    """The API process that a sequence is of, and its id there."""
 
     link: ApiLink
     local: int
-
-
-class _News:
-    """What one API process is told of a turn."""
-
-    def __init__(self) -> None:
-        self.opened: list[Opened] = []
-        self.scored: list[Scored] = []
-        self.ended: list[Ended] = []
-
-    def step(self, columns: Columns | None) -> Step | None:
-        if columns is None and not (self.opened or self.scored or self.ended):
-            return None
-        return Step(columns, tuple(self.opened), tuple(self.scored), tuple(self.ended))
-
-
-class Beats:
-    """The beat thread: from before the engine is loaded until the end, whatever the engine's thread is waiting for.
-
-    ``add`` connections, ``attend`` an engine once there is one; ``progress`` is called by the engine's thread.
-    """
-
-    def __init__(self) -> None:
-        self._links: tuple[ApiLink, ...] = ()
-        self._engine: ServedEngine | None = None
-        self._turns = 0
-        self._place, self._number = "load", 0
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="api beats", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def speak_to(self, links: Sequence[ApiLink]) -> None:
-        self._links = tuple(links)
-
-    def attend(self, engine: ServedEngine) -> None:
-        self._engine = engine
-
-    def progress(self, place: str, step: int) -> None:
-        self._turns += 1
-        self._place, self._number = place, step
-
-    def _run(self) -> None:
-        seen, since = -1, time.monotonic()
-        while not self._stopping.wait(_BEAT_SECONDS):
-            now = time.monotonic()
-            engine, loading = self._engine, self._engine is None
-            if loading or self._turns != seen:
-                seen, since = self._turns, now
-            silent = () if engine is None else engine.silent_ranks(_SILENT_SECONDS)
-            frame = framed(Beat(now - since, self._place, self._number, silent))
-            for link in self._links:
-                link.send_frame(frame)
 
 
 class EngineServer:
@@ -262,7 +90,7 @@ class EngineServer:
         self._max_queued = max_queued
         self._owners: dict[Hashable, _Owner] = {}  # by the client's key, which is the engine's request id
         self._keys: dict[ApiLink, dict[int, Hashable]] = {link: {} for link in links}
-        self._news: dict[ApiLink, _News] = {}
+        self._news: dict[ApiLink, News] = {}
         self._batches: dict[ApiLink, Batch] = {}  # of the latest HTTP request
         self._most_together = _most(engine.config.max_num_seqs)
         self._stats_at = 0.0
@@ -270,7 +98,7 @@ class EngineServer:
         self._draining: float | None = None  # when what runs then is cancelled
         self._hurried: float | None = None  # when it is left alone even if it has not come back
         self.restarts = 0
-        self.disconnected = 0  # sequences that were cancelled because nobody waited for them any more
+        self.disconnected = 0  # sequences that were cancelled because their client was gone
         self._iterations = [0] * (len(ITERATION_BUCKETS) + 1)
         self._iteration_tokens = 0
         beats.attend(engine)
@@ -294,7 +122,7 @@ class EngineServer:
     def run(self, tend: Callable[[], object] = lambda: None) -> None:
         """Turns until a drain is over. ``tend`` is called once a turn and may call ``drain`` and ``hurry``.
 
-        Raises whatever the engine raises, after the API processes were told.
+        Raises what the engine raises, after the API processes have received the reason.
         """
         try:
             self._greet(self._links)
@@ -305,7 +133,7 @@ class EngineServer:
                 if self._draining is not None and self._drained(self._draining):
                     break
                 self._turn()
-                self._tell_stats()
+                self._send_stats()
             self._client.close()
         except BaseException as error:
             self.end(f"{type(error).__name__}: {error}")
@@ -345,7 +173,7 @@ class EngineServer:
         )
         stats = self._stats()
         for link in links:
-            link.send(stats)  # first: whoever is ready has some
+            link.send(stats)  # first: a process that is ready has some
             link.send(ready)
             if self._draining is not None:
                 link.send(Drain(max(0.0, self._draining - time.monotonic())))
@@ -381,7 +209,7 @@ class EngineServer:
         if self._draining is not None:
             self._refuse(link, order, "draining: the server is shutting down")
             return
-        if self._queued() >= self._max_queued:
+        if self._client.not_begun >= self._max_queued:
             self._refuse(link, order, f"queue full: {self._max_queued} requests wait already")
             return
         try:
@@ -413,9 +241,6 @@ class EngineServer:
         groups = config.data_parallel
         return Batch(groups * self._most_together, groups * _most(blocks) * config.block_size)
 
-    def _queued(self) -> int:
-        return self._client.not_begun
-
     def _refuse(self, link: ApiLink, order: Submit, why: str) -> None:
         for local in range(order.local, order.local + order.sampling.n):
             self._of(link).ended.append(Ended(local, FinishReason.REJECTED, b"", why, 0.0, None))
@@ -427,7 +252,7 @@ class EngineServer:
         self._client.cancel(*keys, reason=reason)
 
     def _lose(self, link: ApiLink) -> None:
-        """Its requests have nobody who waits for them."""
+        """Cancel its requests and ask for another API process."""
         self._links.remove(link)
         self._beats.speak_to(self._links)
         why = link.lost or "closed"
@@ -451,7 +276,7 @@ class EngineServer:
         if client.live:
             turn = client.turn()
             self._beats.progress("turn", turn.step.step)
-            self._tell(turn)
+            self._report(turn)
             return
         if self._news:
             self._send(None)
@@ -462,7 +287,7 @@ class EngineServer:
             self._beats.progress("idle", 0)
 
     def _put_off(self) -> None:
-        """Reads what comes until the turn must begin: it is in this turn's plan then, not in the next one's."""
+        """Reads orders until the turn must begin, so that they are in this turn's plan, not in the next one's."""
         while self._client.live and (left := self._engine.slack()) > 0:
             if left < _POLL_SECONDS:
                 time.sleep(left)
@@ -472,7 +297,7 @@ class EngineServer:
                 self._take_orders()
 
     def _ordered(self, timeout: float) -> bool:
-        """Waits for the sockets: whether one of them has something."""
+        """Waits for the sockets; whether one of them can be read or written."""
         poll = select.poll()  # select() refuses descriptors from 1024 on
         for link in self._links:
             poll.register(link, select.POLLIN | (select.POLLOUT if link.behind else 0))
@@ -480,12 +305,12 @@ class EngineServer:
             timeout = min(timeout, 0.05)  # another one comes through ``connect``
         return bool(poll.poll(1000 * timeout) or self._fresh or self._draining is not None)
 
-    def _tell(self, turn: Turn) -> None:
+    def _report(self, turn: Turn) -> None:
         for delta in turn.deltas:
             self._score(delta)
         for output in turn.finished:
             self._finish(output)
-        columns = _columns(turn.step)
+        columns = columns_of(turn.step)
         if columns is not None:
             gained = sum(n for id_, n in zip(columns.request_ids, columns.counts, strict=True) if id_ >= 0)
             self._iterations[bisect_left(ITERATION_BUCKETS, gained)] += 1
@@ -504,20 +329,12 @@ class EngineServer:
             return  # its API process is lost
         del self._keys[owner.link][owner.local]
         (answer,) = output.completions
-        scores = output.prompt_parts
-        packed = pack_tokens(answer.token_ids)
-        ended = Ended(
-            owner.local,
-            answer.finish_reason,
-            packed,
-            answer.detail,
-            output.timing.queued,
-            None if scores is None else tuple(map(ScoredPrompt.of, scores)),
-        )
-        self._of(owner.link).ended.append(ended)
+        scores = None if output.prompt_parts is None else tuple(map(ScoredPrompt.of, output.prompt_parts))
+        reason, packed, queued = answer.finish_reason, pack_tokens(answer.token_ids), output.timing.queued
+        self._of(owner.link).ended.append(Ended(owner.local, reason, packed, answer.detail, queued, scores))
 
-    def _of(self, link: ApiLink) -> _News:
-        return self._news.setdefault(link, _News())
+    def _of(self, link: ApiLink) -> News:
+        return self._news.setdefault(link, News())
 
     def _send(self, columns: Columns | None) -> None:
         """One message to each API process that has anything in this turn."""
@@ -531,7 +348,7 @@ class EngineServer:
             elif columns is not None and self._keys[link]:
                 link.send_frame(silent)
 
-    def _tell_stats(self) -> None:
+    def _send_stats(self) -> None:
         now = time.monotonic()
         if now - self._stats_at < _STATS_SECONDS:
             return
@@ -539,7 +356,7 @@ class EngineServer:
         self._broadcast(self._stats())
 
     def _stats(self) -> Stats:
-        occupancy, queued = self._engine.occupancy, self._queued()
+        occupancy, queued = self._engine.occupancy, self._client.not_begun
         return Stats(
             {name: float(value) for name, value in self._engine.counters.items()},
             max(0, self._client.sequences - queued),
@@ -562,7 +379,7 @@ class EngineServer:
     # ---- the end ----
 
     def _drained(self, until: float) -> bool:
-        """Whether nothing runs any more, or nothing is waited for any longer."""
+        """Whether nothing runs any more, or it is not waited for any longer."""
         now = time.monotonic()
         if not self._client.live:
             if self._news:
@@ -578,15 +395,3 @@ class EngineServer:
 def _most(total: int) -> int:
     """Of so many rows or blocks, those that one HTTP request may hold."""
     return max(1, total - max(1, total // _FOR_OTHERS))
-
-
-def _columns(output: StepOutput) -> Columns | None:
-    """Of a step with rows; as lists, for columns may be tuples or arrays."""
-    if not len(output.request_ids):
-        return None
-    return Columns(_listed(output.request_ids), _listed(output.tokens), _listed(output.counts), output.width)
-
-
-def _listed(column: Sequence[int]) -> list[int]:
-    as_list = getattr(column, "tolist", None)
-    return list(column) if as_list is None else as_list()

@@ -37,8 +37,8 @@ AREAS = {
     "tools": """launch/bench launch/report launch/sweep launch/tune launch/doctor
         models/kernels/bandwidth_probe""",
     "doors": """launch/serve launch/daemon launch/chat launch/generate launch/api launch/complete launch/embed
-        runtime/daemon runtime/client_socket runtime/frontend/engine_server runtime/frontend/remote_engine
-        runtime/frontend/serve_messages runtime/frontend/async_engine""",
+        runtime/daemon runtime/client_socket runtime/frontend/engine_server runtime/frontend/api_links
+        runtime/frontend/remote_engine runtime/frontend/serve_messages runtime/frontend/async_engine""",
     "variants": """runtime/speculate runtime/speculative_config runtime/window_costs runtime/groups models/drafters
         runtime/schedule/speculation runtime/schedule/snapshots runtime/schedule/sessions runtime/execute/proposer
         runtime/execute/sampling/rejection runtime/execute/sampling/draft_tree runtime/execute/sampling/acceptance

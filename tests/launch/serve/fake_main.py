@@ -16,7 +16,7 @@ from launch.ranks.rendezvous import Rendezvous
 from launch.serve.command import run
 from launch.serve.options import ServeCommand
 from runtime.config import EngineConfig
-from runtime.frontend.engine_server import ServedEngine
+from runtime.frontend.api_links import ServedEngine
 from tests.launch.generate.fake_engine import FakeModel
 from tests.launch.serve.rig import ServedFake
 

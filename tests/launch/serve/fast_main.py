@@ -18,7 +18,7 @@ from launch.ranks.rendezvous import Rendezvous
 from launch.serve.command import run
 from launch.serve.options import ServeCommand
 from runtime.config import EngineConfig
-from runtime.frontend.engine_server import ServedEngine
+from runtime.frontend.api_links import ServedEngine
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from tests.launch.generate.fake_engine import FakeModel

@@ -21,7 +21,8 @@ from launch.ranks.rendezvous import Rendezvous
 from launch.serve.command import run
 from launch.serve.options import ServeCommand
 from runtime.config import EngineConfig
-from runtime.frontend.engine_server import ApiLink, EngineServer, ServedEngine
+from runtime.frontend.api_links import ApiLink, ServedEngine
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.serve_messages import Columns, Submit, unpack_tokens
 from runtime.schedule.plan import StepPlan, StepResult
 from runtime.schedule.request import Request

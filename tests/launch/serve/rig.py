@@ -23,9 +23,10 @@ from launch.serve.http_protocol import BoundedHttp
 from launch.serve.metrics import Metrics
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig
+from runtime.frontend.api_links import ApiLink, Beats
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import Occupancy
-from runtime.frontend.engine_server import ApiLink, Beats, EngineServer
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.observe.step_record import AGREEMENT_BOUNDS

@@ -22,8 +22,9 @@ import tokenizers
 
 from runtime.config import EngineConfig
 from runtime.frontend import chat_template, tokenizer
+from runtime.frontend.api_links import Beats
 from runtime.frontend.client import EngineClient
-from runtime.frontend.engine_server import Beats, EngineServer
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.tokenizer import Tokenizer
 from tests.launch.serve.rig import ServedFake, served
 from tests.launch.serve.test_app import PROMPT, expected, text_of

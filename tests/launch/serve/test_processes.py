@@ -20,7 +20,8 @@ import pytest
 from launch.serve import processes
 from launch.serve.processes import ApiProcesses
 from launch.serve.settings import ServerSettings
-from runtime.frontend.engine_server import ApiLink, Beats, EngineServer
+from runtime.frontend.api_links import ApiLink, Beats
+from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.remote_engine import RemoteEngine
 from runtime.frontend.serve_messages import Alive, Drop, FrameReader, framed, from_api
 from runtime.schedule.request import FinishReason
