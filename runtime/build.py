@@ -33,7 +33,7 @@ from runtime.execute.cache.sizing import require_share
 from runtime.execute.device.open_device import open_device
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
-from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.launch_spec import exchange_buckets
 from runtime.execute.result_reader import StepTiming
 from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -287,7 +287,7 @@ def _executor_config(
         warm_variants=warm_variants(config.warm, ranks),
         exchanges=()
         if exchange is None
-        else exchange_ladder(
+        else exchange_buckets(
             config.decode_buckets,
             limits.max_prefill_tokens,
             _tokens_beside(config, limits),

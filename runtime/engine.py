@@ -149,7 +149,7 @@ class Engine:
             self.executor.launch(spec)
         self._in_flight.append(_Flight(plan, spec))
         if self._late.notes:
-            self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.tokens)
+            self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.shape.tokens)
         observe.launched()
         landing = len(self._in_flight) > self.scheduler.config.limits.depth
         launched = landing and self._in_flight[0].launched is not None

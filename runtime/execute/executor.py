@@ -23,7 +23,7 @@ from runtime.execute.cache.pool import CachePool
 from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import Device, Work
 from runtime.execute.fallbacks import Fallbacks
-from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec
+from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec
 from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
@@ -137,7 +137,7 @@ class Executor:
         self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
         self._windows = {role.tokens: role for role in roles if isinstance(role, WindowRole)}  # by what a row brings
-        ladders = Ladders(
+        ladders = BucketSizes(
             config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
         )
         self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
@@ -280,8 +280,8 @@ class Executor:
 
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
-        role = self._windows[self._config.limits.row_tokens(spec.width)] if spec.width > 1 else self.decode
-        graph = role.graphs.get(spec.bucket, spec.variant, spec.exchange_rows)
+        role = self._windows[self._config.limits.row_tokens(spec.shape.width)] if spec.shape.width > 1 else self.decode
+        graph = role.graphs.get(spec.shape.rows, spec.shape.variant, spec.shape.exchange)
 
         def work() -> None:
             for _ in range(replays):
@@ -317,9 +317,9 @@ class Executor:
         """Put one step on the device, behind everything launched before it."""
         compute = self.device.compute
         if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
-            self.decode.graphs.get(spec.shared_bucket, spec.variant, spec.exchange_rows)
+            self.decode.graphs.get(spec.shared_bucket, spec.shape.variant, spec.shape.exchange)
             if spec.shared_width > 1:
-                self._windows[spec.shared_width].graphs.get(spec.shared_bucket, spec.variant, spec.exchange_rows)
+                self._windows[spec.shared_width].graphs.get(spec.shared_bucket, spec.shape.variant, spec.shape.exchange)
         ticket = self.results.reserve(spec)
         with self._stage_range:
             staged = self.staging.stage(spec)
@@ -340,7 +340,7 @@ class Executor:
 
     def take(self, spec: LaunchSpec) -> StepResult:
         """The result of a launched step, oldest first."""
-        return self.results.take(spec.step)
+        return self.results.take(spec.plan.step)
 
     @property
     def landed_at(self) -> float:

@@ -1,8 +1,7 @@
-"""How a step is launched, decided once: the plan, and what data-parallel groups agreed on, become a LaunchSpec.
+"""How a step is launched, decided once: a plan, and what data-parallel groups agreed on, become a LaunchSpec.
 
-Knows: the ladders of buckets, which sampling variant serves which rows, which role runs which plan.
-Does not know: why a plan is what it is (runtime/schedule), who carries an agreement (runtime/groups), or how a role
-runs (role.py). Nothing here touches the device.
+Knows: bucket sizes, which sampling variant serves which rows, which step runs which plan. Does not know: why a plan is
+what it is (runtime/schedule), how groups agree (runtime/groups), how a step runs (step/). Touches no device.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import StepKind, StepPlan
 
 GREEDY = SamplingVariant()
-MOST_PIECES = 16  # of all chunks of a step whose keys are split
-MOST_SPLIT_TOKENS = 256  # of such a step, those of rows that decode included
+MOST_PIECES = 16  # of all chunks of a step with split keys
+MOST_SPLIT_TOKENS = 256  # of such a step, decode tokens included
 LONG_PREFIX = 1024  # tokens before a chunk; from there on splitting was faster (docs/lab/measurements/attention.md)
-EXCHANGE_RUNGS = (16, 4, 1)  # rows of an exchange while some group prefills: the token budget divided by these
+EXCHANGE_DIVISORS = (16, 4, 1)  # of the token budget: rows of an all-to-all while a group prefills
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchNeeds:
     """What one group's plan needs of a step. Groups that share experts launch the maximum of every field.
 
-    ``decode_bucket``: rows of the decode graph, 0 where the group has no step of decode rows alone; ``width``: tokens
-    that a row of it brings to each exchange (W; of a draft tree, all of it), 1 elsewhere.
-    ``prefill_tokens``: of a step with chunks, those of its decode rows included; 0 where it has no chunks.
+    ``decode_bucket``: rows of the decode graph, 0 for a group without a decode step; ``width``: tokens that a row of it
+    brings to each all-to-all (W, or its whole draft tree), else 1. ``prefill_tokens``: of a packed step, decode tokens
+    included; 0 without chunks.
     """
 
     decode_bucket: int = 0
@@ -38,76 +37,58 @@ class LaunchNeeds:
     width: int = 1
 
 
+class StepShape(NamedTuple):
+    """What the device runs in one step. Steps of one shape take about equally long; graph keys are projections of it.
+
+    ``label``: the step's name in timelines: its role, or "mixed" for decode requests with prefill chunks.
+    ``rows``: of the graph and of the results; those past the plan's are padding. ``width``: W, maximum tokens that a
+    row appends. ``tree``: tokens of a row's draft tree, 0 for a chain. ``tokens``: of the forward pass, padding
+    included. ``variant``: the kind of sampling. ``exchange``: rows, a token each, that every data-parallel group brings
+    to each expert all-to-all; 0 for one group. ``split_keys``: the captured packed step in which keys of a few short
+    chunks after long prefixes are split between programs. ``proposing``: rows of the graph that proposes draft tokens
+    for a mixed step; 0 where it has none.
+
+    Keys: propose (proposing, variant) | forward (tokens, split_keys) | tail (rows, variant) | all three in one graph, a
+    step of decode requests alone (rows, variant, exchange); in each W and tree, since each step has its own graphs.
+    """
+
+    label: str
+    rows: int
+    width: int = 1
+    tree: int = 0
+    tokens: int = 0
+    variant: SamplingVariant = GREEDY
+    exchange: int = 0
+    split_keys: bool = False
+    proposing: int = 0
+
+
 class LaunchSpec(NamedTuple):
-    """One step as this rank launches it; made only by ``LaunchResolver.resolve``.
+    """The launch of one step on this rank; made only by ``LaunchResolver.resolve``. ``role``: the step that runs it.
 
-    ``kind``: the plan's; but a group that only decodes, or has no work, launches MIXED where another one's chunks are
-    in a captured step (below). ``role`` runs it. ``bucket``: rows that the role's graph and the step's results have;
-    those past the plan's are padding. ``padded_tokens``: tokens that a captured step with chunks is filled up to; 0
-    where such a step is launched kernel by kernel, and for decode. ``split_keys``: the captured step whose chunks are
-    few, short and behind long prefixes, so that their keys are split between programs. ``exchange_rows``: rows, a token
-    each, that every data-parallel group brings to each exchange of the step; 0 where there is one group.
-    ``shared_bucket``: rows of the decode graph that any group replays in this step; 0 where there is one group, and
-    where none replays any. ``shared_width``: the most tokens a row of such a graph brings. Groups may replay graphs of
-    different widths: they exchange as often, and as many rows.
-    ``guessing``: rows, of those that decode beside chunks, whose windows are proposed before the forward pass; 0 where
-    there are none.
-
-    Where several groups launch a step with chunks that is captured, all of them launch it, padded to the same tokens: a
-    group that only decodes, or has no work, as a mixed step without a chunk.
+    ``kind``: the plan's; but a DP group without prefill runs a padded mixed step when another group prefills in a CUDA
+    graph. ``captured``: tokens of the captured forward pass of a packed step, padding included; 0 for a step that is
+    launched kernel by kernel, and for decode. ``shared_bucket``: rows of the decode graph that any group replays in
+    this step, ``shared_width``: maximum tokens of its rows; 0 and 1 for one group, and where no group replays one.
+    Groups may replay decode graphs of different widths: these exchange as often, and as many rows.
     """
 
     plan: StepPlan
     kind: StepKind
     role: str
-    bucket: int
-    variant: SamplingVariant = GREEDY
-    padded_tokens: int = 0
-    exchange_rows: int = 0
+    shape: StepShape
+    captured: int = 0
     shared_bucket: int = 0
-    split_keys: bool = False
     shared_width: int = 1
-    guessing: int = 0
-
-    @property
-    def step(self) -> int:
-        return self.plan.step
-
-    @property
-    def label(self) -> str:
-        """The step's kind in timelines: its role, or "mixed" where rows decode beside chunks of prompts."""
-        return "mixed" if self.kind is StepKind.MIXED else self.role
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What steps have in common that take about equally long: the graph that they replay."""
-        return self.label, self.width, self.bucket, self.tokens, self.exchange_rows, self.split_keys, self.variant
-
-    @property
-    def tokens(self) -> int:
-        """That the device computes, padding included; those of a window's proposals are counted once."""
-        rows = self.bucket if self.plan.chunks else self.bucket * self.plan.row_tokens
-        return self.padded_tokens or max(self.plan.packed_tokens, rows)
-
-    @property
-    def width(self) -> int:
-        """Tokens that a row may gain (W)."""
-        return self.plan.width
-
-    @property
-    def logprobs(self) -> int | None:
-        """Likely tokens reported beside each drawn one; None where no log-probabilities are computed."""
-        return self.variant.top_logprobs if self.variant.logprobs else None
 
 
 @dataclass(frozen=True, slots=True)
-class Ladders:
-    """Sizes for which steps are prepared, each ascending.
+class BucketSizes:
+    """Sizes for which graphs are captured, each ascending.
 
-    ``decode``: rows of decode graphs, and of what draws tokens behind a captured step with chunks. ``prefill``: tokens
-    of captured steps with chunks; empty where none is captured. ``split``: those of them that are captured with split
-    keys, too.
-    ``exchange``: rows of the groups' exchanges while one of them prefills; empty where there is one group.
+    ``decode``: rows of decode graphs, and of the tails of packed steps. ``prefill``: tokens of packed steps; empty if
+    none is captured. ``split``: those of them that are captured with split keys as well. ``exchange``: rows of the
+    groups' all-to-alls while one of them prefills; empty for one group.
     """
 
     decode: tuple[int, ...]
@@ -117,7 +98,7 @@ class Ladders:
 
 
 class Serving(Protocol):
-    """Of a role: its name, and the steps it is for."""
+    """A step's name, and the plans it runs."""
 
     @property
     def name(self) -> str: ...
@@ -125,87 +106,83 @@ class Serving(Protocol):
 
 
 class LaunchResolver:
-    """One an executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan.
-
-    ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``warm``: variants that are captured
-    at start-up; rows that need less than one of them run in it, so that nobody waits for a capture.
+    """One per executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan runs
+    it. ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``warm``: variants captured at
+    start-up; rows that need less than one of them run in it, so that no request waits for a capture.
     """
 
     def __init__(
         self,
-        ladders: Ladders,
+        sizes: BucketSizes,
         slots: int,
         roles: Sequence[Serving],
         ranks: int = 1,
         warm: Sequence[SamplingVariant] = (),
     ) -> None:
-        self._ladders = ladders
-        self._warm = sorted(warm, key=lambda variant: sum(astuple(variant)))  # by how many features are on
+        self._sizes = sizes
+        self._warm = sorted(warm, key=lambda variant: sum(astuple(variant)))  # by number of features
         self._roles = roles
         self._ranks = ranks
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None
-        self._latest: LaunchSpec | None = None  # of decode rows alone, with no other group
+        self._latest: LaunchSpec | None = None  # of a decode step without other groups
 
     def needs(self, plan: StepPlan | None) -> LaunchNeeds:
-        """What ``plan`` needs; None needs nothing. To be asked once a plan, in the order of steps: it learns from its
-        slot writes."""
+        """What ``plan`` needs; None needs nothing. To be called once a plan, in the order of steps: it keeps the
+        variants of slots up to date."""
         if plan is None:
             return LaunchNeeds()
         variant = self._variant(plan)
         if plan.kind is StepKind.DECODE:
-            bucket = _rung(self._ladders.decode, len(plan.slots))
+            bucket = _bucket(self._sizes.decode, len(plan.slots))
             return LaunchNeeds(decode_bucket=bucket, variant=variant, width=plan.row_tokens)
         return LaunchNeeds(prefill_tokens=_tokens(plan), variant=variant)
 
     def resolve(self, plan: StepPlan, agreed: LaunchNeeds | None = None) -> LaunchSpec:
-        """The launch of ``plan``, whose ``needs`` were ``agreed`` with the other groups, where there are some.
+        """The launch of ``plan``. ``agreed``: the maximum of all groups' needs; None for one group.
 
-        A group without work passes a plan without rows. ValueError where no role serves the plan.
+        A group without work passes a plan without rows. ValueError if no role serves the plan.
         """
         latest = self._latest
         if latest is not None and agreed is None and _is_like(plan, latest.plan):
-            return LaunchSpec(plan, plan.kind, self._role(plan, plan.kind), latest.bucket, latest.variant)
+            role = self._role(plan, plan.kind)
+            if role == latest.role:
+                return LaunchSpec(plan, plan.kind, role, latest.shape)
         spec = self._resolve(plan, agreed)
         self._latest = spec if agreed is None and plan.kind is StepKind.DECODE else None
-        if spec.kind is not StepKind.MIXED or spec.width == 1:
-            return spec
-        return spec._replace(guessing=_rung(self._ladders.decode, plan.decode_rows))
+        return spec
 
     def _resolve(self, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
-        needs = agreed or self.needs(plan)
-        variant = self._captured(needs.variant)
-        tokens_of_all = 0 if agreed is None else self._captured_for_all(agreed)
-        kind = StepKind.MIXED if tokens_of_all and plan.kind is StepKind.DECODE else plan.kind
-        role = self._role(plan, kind)
-        ladders, exchange_rows, shared_bucket = self._ladders, 0, 0
-        if tokens_of_all:
-            rows, scored = len(plan.slots), plan.scored_tokens > 0
-            bucket, padded = (rows, 0) if scored else (_rung(ladders.decode, rows), tokens_of_all)
-            split = padded in ladders.split and worth_splitting(plan)
-            return LaunchSpec(plan, kind, role, bucket, variant, padded, exchange_rows=tokens_of_all, split_keys=split)
-        if agreed is not None:
-            # A group that neither decodes nor prefills replays the agreed decode graph, the smallest one if there is
-            # none, so no exchange is narrower than that.
-            shared_bucket = agreed.decode_bucket or ladders.decode[0]
-            exchange_rows = shared_bucket * agreed.width
+        needs, sizes = agreed or self.needs(plan), self._sizes
+        together = 0 if agreed is None else self._captured_for_all(agreed)
+        kind = StepKind.MIXED if together and plan.kind is StepKind.DECODE else plan.kind
+        role, rows, captured = self._role(plan, kind), len(plan.slots), 0
+        shared_bucket, shared_width, exchange = 0, 1, together
+        if agreed is not None and not together:
+            # A group without work replays the agreed decode graph, else the smallest one: no all-to-all is narrower.
+            shared_bucket, shared_width = agreed.decode_bucket or sizes.decode[0], agreed.width
+            exchange = shared_bucket * shared_width
             if agreed.prefill_tokens:
-                exchange_rows = _rung(ladders.exchange, max(agreed.prefill_tokens, exchange_rows))
+                exchange = _bucket(sizes.exchange, max(agreed.prefill_tokens, exchange))
         if kind is StepKind.DECODE:
-            bucket = shared_bucket or needs.decode_bucket
-            width = needs.width if agreed is not None else 1
-            return LaunchSpec(plan, kind, role, bucket, variant, 0, exchange_rows, shared_bucket, shared_width=width)
-        tokens, rows = _tokens(plan), len(plan.slots)
-        if agreed is not None:  # a step that is not captured for all groups is for none: their exchanges are alike
-            return LaunchSpec(
-                plan, kind, role, rows, variant, 0, exchange_rows, shared_bucket, shared_width=needs.width
-            )
-        if not ladders.prefill or tokens > ladders.prefill[-1] or plan.scored_tokens:
-            return LaunchSpec(plan, kind, role, rows, variant)
-        padded = _rung(ladders.prefill, tokens)
-        split = padded in ladders.split and worth_splitting(plan)
-        return LaunchSpec(plan, kind, role, _rung(ladders.decode, rows), variant, padded, split_keys=split)
+            rows = shared_bucket or needs.decode_bucket
+        elif (together or agreed is None) and not plan.scored_tokens:  # captured for all groups, or for none
+            tokens = together or _tokens(plan)
+            if sizes.prefill and tokens <= sizes.prefill[-1]:
+                rows, captured = _bucket(sizes.decode, rows), _bucket(sizes.prefill, tokens)
+        shape = StepShape(
+            label="mixed" if kind is StepKind.MIXED else role,
+            rows=rows,
+            width=plan.width,
+            tree=plan.tree,
+            tokens=captured or max(plan.packed_tokens, rows if plan.chunks else rows * plan.row_tokens),
+            variant=self._captured(needs.variant),
+            exchange=exchange,
+            split_keys=captured in sizes.split and worth_splitting(plan),
+            proposing=_bucket(sizes.decode, plan.decode_rows) if kind is StepKind.MIXED and plan.width > 1 else 0,
+        )
+        return LaunchSpec(plan, kind, role, shape, captured, shared_bucket, shared_width)
 
     def _role(self, plan: StepPlan, kind: StepKind) -> str:
         for role in self._roles:
@@ -215,21 +192,21 @@ class LaunchResolver:
         raise ValueError(f"step {plan.step}: no role serves {kind.name} of width {plan.width}; there are {known}")
 
     def _captured(self, variant: SamplingVariant) -> SamplingVariant:
-        """The warm variant of the fewest features that serves rows of ``variant``; it, where there is none."""
+        """The warm variant of the fewest features that serves rows of ``variant``; without one, that itself."""
         if variant in self._warm:
             return variant
         return next((warm for warm in self._warm if warm.covers(variant)), variant)
 
     def _captured_for_all(self, agreed: LaunchNeeds) -> int:
-        """Tokens to which every group's step is padded, of a captured step with chunks; 0 where it is none."""
-        ladder = self._ladders.prefill
+        """Tokens to which every group pads a captured packed step; 0 for any other step."""
+        buckets = self._sizes.prefill
         wanted = max(agreed.prefill_tokens, agreed.decode_bucket * agreed.width)
-        if not agreed.prefill_tokens or not ladder or wanted > ladder[-1]:
+        if not agreed.prefill_tokens or not buckets or wanted > buckets[-1]:
             return 0
-        return _rung(ladder, wanted)
+        return _bucket(buckets, wanted)
 
     def _variant(self, plan: StepPlan) -> SamplingVariant:
-        """The sampling variant that serves every row; worked out again only when the rows changed."""
+        """The sampling variant that serves every row; computed again only when the rows changed."""
         for write in plan.slot_writes:
             self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling]).on_ranks(self._ranks)
         if plan.slots is not self._variant_of:
@@ -241,35 +218,35 @@ class LaunchResolver:
 
 
 def _is_like(plan: StepPlan, latest: StepPlan) -> bool:
-    """Whether decode steps follow each other whose rows and width are the same: most do."""
+    """Whether a decode step has the rows and width of the one before it, as most have."""
     if plan.slots is not latest.slots or plan.slot_writes:
         return False
     return plan.kind is latest.kind and plan.width == latest.width and plan.tree == latest.tree
 
 
 def _tokens(plan: StepPlan) -> int:
-    """That a step with chunks is launched for: as many as rows at least. Those of forks have none of their own."""
+    """Tokens for which a packed step is launched, at least one per row: forks bring none."""
     return max(plan.packed_tokens, len(plan.slots))
 
 
 def worth_splitting(plan: StepPlan) -> bool:
-    """Whether some chunk has so many keys before it, and all together are so short, that keys are split.
+    """Whether splitting keys is faster: all chunks together are short, and one follows a long prefix.
 
-    Prefill attention has a program a head and 128 tokens, which reads all keys of a chunk one after the other.
+    A program of prefill attention computes a head and 128 tokens, and reads all keys of a chunk in order.
     """
     pieces = sum(-(-len(chunk.token_ids) // PIECE) for chunk in plan.chunks)
     return pieces <= MOST_PIECES and any(chunk.start >= LONG_PREFIX for chunk in plan.chunks)
 
 
-def exchange_ladder(
-    buckets: tuple[int, ...], max_prefill_tokens: int, beside: int = 0, width: int = 1
+def exchange_buckets(
+    buckets: tuple[int, ...], max_prefill_tokens: int, decode_tokens: int = 0, width: int = 1
 ) -> tuple[int, ...]:
-    """Rows of the exchange in steps with chunks, ascending; the last holds any step, ``beside`` tokens of rows that
-    decode beside its chunks included, and windows or trees of ``width`` tokens a row in another group."""
-    most = max(max_prefill_tokens + beside, buckets[-1] * width)
-    return tuple(sorted({-(-most // rung) for rung in EXCHANGE_RUNGS}))
+    """Rows of the all-to-alls while a group prefills, ascending. The last holds any packed step, with ``decode_tokens``
+    besides its chunks, and draft windows or trees of ``width`` tokens a row in another group."""
+    most = max(max_prefill_tokens + decode_tokens, buckets[-1] * width)
+    return tuple(sorted({-(-most // divisor) for divisor in EXCHANGE_DIVISORS}))
 
 
-def _rung(ladder: tuple[int, ...], count: int) -> int:
-    """The lowest rung that holds ``count``."""
-    return ladder[bisect_left(ladder, count)]
+def _bucket(buckets: tuple[int, ...], count: int) -> int:
+    """The smallest bucket that holds ``count``."""
+    return buckets[bisect_left(buckets, count)]

@@ -101,7 +101,7 @@ def changes_nothing(plan: StepPlan, mapped: tuple[int, ...] | None) -> bool:
 def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> Changes[_Array]:
     """Everything the step changes. ``mapped``: the slots that its row map holds already, told by identity.
 
-    Chunks are filled up to ``spec.padded_tokens`` with tokens of the padding slot, whose KV goes to the trash block,
+    Chunks are filled up to ``spec.captured`` with tokens of the padding slot, whose KV goes to the trash block,
     and with rows of it up to as many as so many tokens can be, ``max_rows`` at most.
     ValueError, naming the step, for a plan that writes one place twice or outside the tables.
     """
@@ -123,7 +123,7 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
             packed.copied_blocks_2C = np.array(copied, np.int64).T.copy()
         _pack_states(packed, plan, tables)
     elif mapped is not plan.slots:
-        packed.row_map_B = np.full(spec.bucket, PADDING_SLOT, np.int64)
+        packed.row_map_B = np.full(spec.shape.rows, PADDING_SLOT, np.int64)
         packed.row_map_B[: len(plan.slots)] = plan.slots
     return packed
 
@@ -295,7 +295,7 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
     plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
     width, windows = plan.row_tokens, decoding * plan.row_tokens  # tokens of a row that decodes, and of all of them
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-    tokens_3T = np.full((3, max(plan.packed_tokens, spec.padded_tokens)), PADDING_SLOT, np.int64)
+    tokens_3T = np.full((3, max(plan.packed_tokens, spec.captured)), PADDING_SLOT, np.int64)
     slots_R = _integers(plan.slots)
     tokens_3T[1, :windows] = np.tile(NEWEST - np.arange(width), decoding)
     tokens_3T[2, :windows] = np.repeat(slots_R[:decoding], width)
@@ -307,7 +307,7 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
         tokens_3T[2, here] = chunk.slot
         offset += length
     # Guesses are proposed for as many rows as there are graphs for: none of them may be one of the step before.
-    rows_4R = np.zeros((4, max(spec.bucket, spec.guessing, min(spec.padded_tokens, max_rows))), np.int64)
+    rows_4R = np.zeros((4, max(spec.shape.rows, spec.shape.proposing, min(spec.captured, max_rows))), np.int64)
     real = len(plan.slots)
     ends = windows + np.cumsum(lengths) - 1
     rows_4R[0, :chunked] = slots_R[:chunked]

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_ring import NO_APPEND, ResultRing, ResultShape
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.schedule.plan import StepResult
 
@@ -120,7 +121,7 @@ class ResultReader:
         self._on_timing = on_timing
         self._prompt_scores = prompt_scores
         self._land_range = land_range
-        self._copies: dict[tuple[int, int, int, int | None], tuple[Work | None, int]] = {}  # and words
+        self._copies: dict[tuple[int, int, int, SamplingVariant], tuple[Work | None, int]] = {}  # and words
         self._array_EX: npt.NDArray[np.int32] = ring.host_EX.numpy()
         timed = on_timing is not None
         self._events = [
@@ -154,10 +155,11 @@ class ResultReader:
         RuntimeError when no entry is free: a step was launched before the oldest one in flight was taken. ValueError
         for results that an entry has no room for.
         """
-        self._check_free(spec.step)
+        self._check_free(spec.plan.step)
         sequence = self._reserved
         index = sequence % self._ring.entries
-        key = index, spec.bucket, spec.width, spec.logprobs
+        shape = spec.shape
+        key = index, shape.rows, shape.width, shape.variant
         copy = self._copies.get(key) or self._copy_of(*key)
         self._reserved += 1
         self._array_EX[index, 0] = NO_APPEND
@@ -177,7 +179,7 @@ class ResultReader:
         if ticket.copies:
             self._copy_home(ticket)
         self.counters.device_to_host_bytes += 4 * ticket.words
-        self._in_flight.append(ticket.spec.step)
+        self._in_flight.append(ticket.spec.plan.step)
         self._submitted.put(ticket)
 
     def _copy_home(self, ticket: Ticket) -> None:
@@ -190,16 +192,16 @@ class ResultReader:
             self.counters.device_to_host_bytes += 4 * ticket.scores.words
         stream.record(ticket.copied)
 
-    def _copy_of(self, index: int, rows: int, width: int, logprobs: int | None) -> tuple[Work | None, int]:
+    def _copy_of(self, index: int, rows: int, width: int, variant: SamplingVariant) -> tuple[Work | None, int]:
         """The copy of an entry's results of that shape, if they need one, and its words; kept, since slicing costs more
         than the copy's launch."""
-        ring, shape = self._ring, ResultShape(rows, width, logprobs)
+        ring, shape = self._ring, ResultShape(rows, width, variant.reported)
         ring.check_room(shape)
         send: Work | None = None
         if not ring.is_home(shape):
             source, target = ring.buffer_EX[index, : shape.words], ring.host_EX[index, : shape.words]
             send = partial(target.copy_, source, non_blocking=True)
-        self._copies[index, rows, width, logprobs] = send, shape.words
+        self._copies[index, rows, width, variant] = send, shape.words
         return send, shape.words
 
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
@@ -255,10 +257,10 @@ class ResultReader:
         while (ticket := self._submitted.get()) is not None:
             try:
                 if self._failure is None:
-                    with self._land_range(f"results of {ticket.spec.label}"):
+                    with self._land_range(f"results of {ticket.spec.shape.label}"):
                         self._land(ticket)
             except BaseException as error:
-                failure = ResultError(f"step {ticket.spec.step}: {error}")
+                failure = ResultError(f"step {ticket.spec.plan.step}: {error}")
                 failure.__cause__ = error
                 self._failure = failure
                 self._landed.put(None)
@@ -275,13 +277,13 @@ class ResultReader:
         """Copies out of the pinned entry: it may be overwritten once the step is taken."""
         spec, words = ticket.spec, self._array_EX[ticket.entry]
         self._check_stamp(ticket, int(words[0]))
-        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
+        bucket, width, rows = spec.shape.rows, spec.shape.width, len(spec.plan.slots)
         if rows > bucket:
             raise ResultError(f"the plan has {rows} rows, its results have {bucket}")
         counts_at = 1 + bucket * width
         finish_at = counts_at + bucket
         return StepResult(
-            step=spec.step,
+            step=spec.plan.step,
             tokens=words[1 : 1 + rows * width].tolist(),
             counts=words[counts_at : counts_at + rows].tolist(),
             finish=words[finish_at : finish_at + rows].tolist(),
@@ -293,15 +295,16 @@ class ResultReader:
         expected = ticket.sequence % self._ring.stamps
         if stamp != expected:
             raise ResultError(
-                f"result ring entry {ticket.entry} holds append {stamp}, step {ticket.spec.step} is append {expected}: "
+                f"result ring entry {ticket.entry} holds append {stamp}, step {ticket.spec.plan.step} is append {expected}: "
                 "the entry was overwritten before it was read, or a launched step appended nothing"
             )
 
     def _read_logprobs(self, ticket: Ticket, words: npt.NDArray[np.int32]) -> StepLogprobs | None:
-        spec, top = ticket.spec, ticket.spec.logprobs
-        if top is None:
+        spec, variant = ticket.spec, ticket.spec.shape.variant
+        if not variant.logprobs:
             return None
-        bucket, width, rows = spec.bucket, spec.width, len(spec.plan.slots)
+        top = variant.top_logprobs
+        bucket, width, rows = spec.shape.rows, spec.shape.width, len(spec.plan.slots)
         tokens = bucket * width
         chosen, rank, top_ids, values, _ = np.split(words, np.cumsum([tokens, tokens, tokens * top, tokens * top]))
         return StepLogprobs(
@@ -321,4 +324,4 @@ class ResultReader:
         started_ms = self._previous_end_ms + self._previous_end.elapsed_ms(ticket.start)
         ended_ms = started_ms + ticket.start.elapsed_ms(ticket.ready)
         self._previous_end, self._previous_end_ms = ticket.ready, ended_ms
-        self._on_timing(StepTiming(ticket.spec.step, started_ms, ended_ms, seen_at, sum(result.counts)))
+        self._on_timing(StepTiming(ticket.spec.plan.step, started_ms, ended_ms, seen_at, sum(result.counts)))

@@ -149,7 +149,7 @@ class Staging:
 
     def padded_chunks(self, tokens: int) -> Chunks:
         """Where the first ``tokens`` of any plan with chunks are, and as many rows as so many tokens can be; always the
-        same memory. Past the plan's is the padding that ``spec.padded_tokens`` asked for.
+        same memory. Past the plan's is the padding that ``spec.captured`` asked for.
         """
         return Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, :tokens])
 
@@ -200,7 +200,7 @@ class Staging:
     def chunks(self, spec: LaunchSpec) -> Chunks:
         """Where a plan's chunks are once its changes are applied."""
         tokens, scored = spec.plan.packed_tokens, spec.plan.scored_tokens
-        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, : spec.bucket])
+        chunks = Chunks(*self._chunk_tokens_3T[:, :tokens], *self._chunk_rows_4R[:, : spec.shape.rows])
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
 
     def copied_blocks(self, spec: LaunchSpec) -> Tensor:
@@ -227,13 +227,13 @@ class Staging:
         What it returns must be applied before the next step is staged (RuntimeError): it lives in the ring.
         """
         if self._unapplied is not None:
-            raise RuntimeError(f"step {spec.step} is staged, but step {self._unapplied} was not applied")
-        row_map = spec.role, spec.bucket
+            raise RuntimeError(f"step {spec.plan.step} is staged, but step {self._unapplied} was not applied")
+        row_map = spec.role, spec.shape.rows
         mapped = self._mapped.get(row_map)
         if changes_nothing(spec.plan, mapped):
             return None
         packed = pack(spec, self._tables, mapped, self.max_rows)
-        self._check_room(spec.step, packed)
+        self._check_room(spec.plan.step, packed)
         if spec.role in self._attention_plans:
             make, _ = self._attention_plans[spec.role]
             packed.attention_E4 = make(spec)
@@ -253,13 +253,13 @@ class Staging:
         self._send(entry, total)
         if packed.row_map_B is not None:
             self._mapped[row_map] = spec.plan.slots
-        self._unapplied = spec.step
+        self._unapplied = spec.plan.step
         return Staged(spec, changes, entry)
 
     def apply(self, staged: Staged) -> None:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
-        row_map = self.row_map(staged.spec.role, staged.spec.bucket) if changes.row_map_B is not None else None
+        row_map = self.row_map(staged.spec.role, staged.spec.shape.rows) if changes.row_map_B is not None else None
         chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R, self._kept_2R)
         place_E4 = self._attention_plans[staged.spec.role][1] if changes.attention_E4 is not None else None
 

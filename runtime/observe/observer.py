@@ -83,11 +83,11 @@ class StepObserver:
     def resolved(self, spec: LaunchSpec) -> None:
         """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
         turn = self._turn
-        turn.bucket, turn.width = spec.bucket, spec.width
-        label = spec.label
+        turn.bucket, turn.width = spec.shape.rows, spec.shape.width
+        label = spec.shape.label
         self._next("launch", label)
         if spec.shared_bucket:
-            turn.exchange_rows = spec.exchange_rows
+            turn.exchange_rows = spec.shape.exchange
         elif turn.role != VOID:
             turn.role = label
 

@@ -48,7 +48,7 @@ def counting(engine: Engine, *, on_gpu: bool = True) -> Iterator[Seen]:
     seen, before, launch = Seen(), dict(engine.counters), engine.executor.launch
 
     def launched(spec: LaunchSpec) -> None:
-        seen.windows += spec.guessing > 0
+        seen.windows += spec.shape.proposing > 0
         launch(spec)
 
     engine.executor.launch = launched  # type: ignore[method-assign]

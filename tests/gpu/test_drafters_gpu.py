@@ -180,8 +180,8 @@ def test_windows_of_several_widths_beside_chunks_give_the_golden_tokens(depth: i
         launch = engine.executor.launch
 
         def launched(spec: LaunchSpec) -> None:
-            if spec.guessing:
-                beside[spec.width] += 1
+            if spec.shape.proposing:
+                beside[spec.shape.width] += 1
             launch(spec)
 
         def arrive(engine: Engine, turn: int) -> None:

@@ -72,7 +72,7 @@ def test_windows_beside_chunks_give_the_tokens_of_single_steps(width: int, layer
             launch = engine.executor.launch
 
             def counted(spec: LaunchSpec) -> None:
-                found[spec.width] += spec.plan.kind is StepKind.MIXED
+                found[spec.shape.width] += spec.plan.kind is StepKind.MIXED
                 launch(spec)
 
             def arrive(engine: Engine, turn: int) -> None:

@@ -122,6 +122,11 @@ class SamplingVariant:
         return self | other == self
 
     @property
+    def reported(self) -> int | None:
+        """Top tokens reported with each sampled one; None without log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
     def vocabulary_parallel(self) -> bool:
         """Whether each rank can reduce its own share of the vocabulary to a fixed number of candidates a row."""
         return not self.unbounded and not self.logprobs

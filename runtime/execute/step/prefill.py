@@ -74,7 +74,7 @@ class PrefillRole:
         kernels = self._parts.model.kernels
         if kernels.slower_prefill is not None:
             self._parts.fallbacks.take(f"{kernels.prefill_name}_prefill", kernels.slower_prefill)
-        if spec.padded_tokens:
+        if spec.captured:
             self.graphs.launch(spec)
         else:
             self._count_fallback(spec)
@@ -84,10 +84,10 @@ class PrefillRole:
     def _launch_eagerly(
         self, spec: LaunchSpec, chunks: Chunks, lengths: Lengths, scores: StepPromptLogprobs | None
     ) -> None:
-        if spec.guessing:
-            self.propose(spec.guessing, spec.variant)
+        if spec.shape.proposing:
+            self.propose(spec.shape.proposing, spec.shape.variant)
         copied_2C = self._parts.staging.copied_blocks(spec)
-        self.prefill(chunks, lengths, spec.variant, scores, spec.exchange_rows, copied_2C)
+        self.prefill(chunks, lengths, spec.shape.variant, scores, spec.shape.exchange, copied_2C)
 
     def copy_forked(self, spec: LaunchSpec) -> None:
         """Between forward pass and tail: the blocks in whose middle prompts end, for answers that fork.

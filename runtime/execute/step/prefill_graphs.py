@@ -172,25 +172,25 @@ class PrefillGraphs:
         return len(self._graphs) + len(self._split_graphs)
 
     def launch(self, spec: LaunchSpec) -> None:
-        """Put a step, whose chunks are staged and padded to ``spec.padded_tokens``, on the compute stream."""
-        if spec.guessing:
+        """Put a step, whose chunks are staged and padded to ``spec.captured``, on the compute stream."""
+        if spec.shape.proposing:
             with self._proposing:
-                self.proposals.get(spec.guessing, self._work.guessed_by(spec.variant)).replay()
+                self.proposals.get(spec.shape.proposing, self._work.guessed_by(spec.shape.variant)).replay()
         with self._passing:
-            if spec.split_keys:
-                self._split_graphs[spec.padded_tokens].replay()
+            if spec.shape.split_keys:
+                self._split_graphs[spec.captured].replay()
             else:
                 self._replay(spec)
         self._work.copy_forked(spec)
         with self._drawing:
-            self.tails.get(spec.bucket, spec.variant).replay()
+            self.tails.get(spec.shape.rows, spec.shape.variant).replay()
 
     def _replay(self, spec: LaunchSpec) -> None:
         attention = self._attention
         assert attention is not None  # or there would be no bucket
         if attention.table is None:
             self._plan(attention, Lengths.of(spec.plan))
-        self._graphs[spec.padded_tokens].replay()
+        self._graphs[spec.captured].replay()
 
     def _plan(self, attention: RepeatedPrefill, lengths: Lengths) -> None:
         self._device.compute.submit(lambda: attention.plan(*lengths))
@@ -278,9 +278,9 @@ class PrefillGraphs:
 
     def _stage_plans(self, table: PlanTable) -> None:
         def planned(spec: LaunchSpec) -> npt.NDArray[np.int32] | None:
-            if not spec.padded_tokens or spec.split_keys:
+            if not spec.captured or spec.shape.split_keys:
                 return None
-            return table.entries(*Lengths.of(spec.plan), tokens=spec.padded_tokens)
+            return table.entries(*Lengths.of(spec.plan), tokens=spec.captured)
 
         self._staging.bring_attention_plans(self._work.name, planned, table.place)
 

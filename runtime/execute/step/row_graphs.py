@@ -122,8 +122,7 @@ class RowGraphs:
         with self._shortened():
             self._work(self.row_maps[bucket].new_zeros(bucket), variant, exchange_rows)
         if self._ring is not None:
-            reported = variant.top_logprobs if variant.logprobs else None
-            self._ring.check_latest(ResultShape(bucket, self._width, reported))
+            self._ring.check_latest(ResultShape(bucket, self._width, variant.reported))
             self._ring.undo()
 
     def _capture(self, bucket: int, variant: SamplingVariant, exchange_rows: int) -> Graph:

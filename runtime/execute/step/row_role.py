@@ -84,4 +84,4 @@ class RowRole(ABC):
         self.graphs.warm_up(self._parts.config.warm_variants, self._exchanges, self.tokens, self._parts.limits.window)
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
-        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
+        self.graphs.get(spec.shape.rows, spec.shape.variant, spec.shape.exchange).replay()

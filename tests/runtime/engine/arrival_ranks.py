@@ -76,7 +76,7 @@ class Marks:
         step = self.engine.scheduler.step
         if self.engine.is_leader and step % EVERY == 0 and len(self.rows) <= ARRIVALS:
             request_id = len(self.rows)
-            self.rows[request_id] = {"running": spec.step, "turn": step - 1}
+            self.rows[request_id] = {"running": spec.plan.step, "turn": step - 1}
             self._arriving.append(request_id)
             self.engine.add(request(request_id, (20 + request_id, 3, 4), max_tokens=3))
         return self._take(spec)

@@ -71,7 +71,7 @@ class Corners:
         assert not self._waves, "everything was over before the last requests came"
         width = self._width
         met = [
-            (spec.plan.decode_rows, len(spec.plan.chunks), spec.plan.packed_tokens, spec.padded_tokens > 0)
+            (spec.plan.decode_rows, len(spec.plan.chunks), spec.plan.packed_tokens, spec.captured > 0)
             for spec in life.specs
             if spec.plan.chunks
         ]

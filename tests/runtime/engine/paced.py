@@ -16,7 +16,7 @@ from parallel.control.interface import ControlPlane, SingleRankControl
 from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.executor import Executor
-from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.plan_late import PlanLate
 from runtime.schedule.config import MixedSteps, SchedulerConfig
 from runtime.schedule.plan import StepPlan, StepResult
@@ -55,23 +55,24 @@ class PacedExecutor:
     def resolve(self, plan: StepPlan, *_: object) -> LaunchSpec:
         tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         padded = -(-tokens // _PAD) * _PAD
-        return LaunchSpec(plan, plan.kind, "prefill" if tokens else "decode", len(plan.slots), padded_tokens=padded)
+        role, rows = "prefill" if tokens else "decode", len(plan.slots)
+        return LaunchSpec(plan, plan.kind, role, StepShape(role, rows, tokens=padded or rows), padded)
 
     def launch(self, spec: LaunchSpec) -> None:
         now = time.perf_counter()
         if self._latest and now > self._latest and now - self._latest < self.decode_ms / 1e3:
             self.gaps += 1
             self.idle_ms += (now - self._latest) * 1e3
-        self._latest = max(now, self._latest) + (self.decode_ms + self.token_ms * spec.padded_tokens) / 1e3
-        self._ends[spec.step] = self._latest
-        self._results[spec.step] = self._run(spec.plan)
+        self._latest = max(now, self._latest) + (self.decode_ms + self.token_ms * spec.captured) / 1e3
+        self._ends[spec.plan.step] = self._latest
+        self._results[spec.plan.step] = self._run(spec.plan)
 
     def take(self, spec: LaunchSpec) -> StepResult:
-        self.landed_at = end = self._ends.pop(spec.step)
+        self.landed_at = end = self._ends.pop(spec.plan.step)
         left = end - time.perf_counter()
         if left > 0:
             time.sleep(left)
-        return self._results.pop(spec.step)
+        return self._results.pop(spec.plan.step)
 
     def _run(self, plan: StepPlan) -> StepResult:
         for write in plan.slot_writes:

@@ -25,7 +25,7 @@ from runtime.engine import Engine, ServedModel
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
-from runtime.execute.launch_spec import exchange_ladder
+from runtime.execute.launch_spec import exchange_buckets
 from runtime.execute.proposer import MakeProposer
 from runtime.execute.role import ExecutorConfig, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -214,7 +214,7 @@ def rig(
             warm_variants=variants,
             exchanges=()
             if groups is None
-            else exchange_ladder(config.decode_buckets, max_prefill_tokens, beside, tree or widest),
+            else exchange_buckets(config.decode_buckets, max_prefill_tokens, beside, tree or widest),
             prefill_buckets=prefill_buckets,
             mixed=mixed is not None,
             mixed_windows=windows and speculation is not None and (speculation.mixed_percent > 0 or groups is not None),

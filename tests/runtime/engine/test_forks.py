@@ -90,9 +90,9 @@ def test_where_steps_are_replayed_nothing_is_captured_or_allocated(depth: int, m
         n for name, n in forked.counters.items() if name.startswith("late_captures")
     ), "kinds of sampling that nobody announced"
     assert forked.counters["device_allocs_after_warmup"] == 0
-    replayed = [spec for spec in forked.specs if spec.plan.forks and spec.padded_tokens]
+    replayed = [spec for spec in forked.specs if spec.plan.forks and spec.captured]
     assert replayed
-    assert all(spec.bucket >= len(spec.plan.slots) and spec.padded_tokens >= len(spec.plan.slots) for spec in replayed)
+    assert all(spec.shape.rows >= len(spec.plan.slots) and spec.captured >= len(spec.plan.slots) for spec in replayed)
 
 
 def test_a_step_may_have_more_rows_than_tokens() -> None:
@@ -101,7 +101,7 @@ def test_a_step_may_have_more_rows_than_tokens() -> None:
     forked = live(requests, depth=2, rows=24, buckets=(24,), prefill_buckets=BUCKETS, mixed=MIXED)
     same(forked, alone(requests))
     (spec,) = (spec for spec in forked.specs if spec.plan.forks)
-    assert (spec.plan.packed_tokens, len(spec.plan.slots), spec.padded_tokens, spec.bucket) == (1, 20, 24, 24)
+    assert (spec.plan.packed_tokens, len(spec.plan.slots), spec.captured, spec.shape.rows) == (1, 20, 24, 24)
 
 
 def test_answers_that_come_apart_are_computed_once_too() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from parallel.layers.experts import ExpertSplit
-from runtime.execute.launch_spec import GREEDY, Ladders, LaunchNeeds, LaunchResolver, LaunchSpec, exchange_ladder
+from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec, exchange_buckets
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
 from runtime.schedule.budget import NO_BOUND
@@ -251,7 +251,7 @@ def test_a_prefill_leaves_the_others_in_their_graphs(chunks: RigLimits) -> None:
     assert [counters["graph_captures_after_warmup"] for counters in lives.counters] == [0, 0]
     assert lives.counters[0]["chain_breaks{start}"] == 1
     assert lives.counters[0]["chained_steps"] == lives.counters[0]["steps"] - 1
-    ladder = chunks.get("prefill_buckets") or exchange_ladder(BUCKETS, 64, 8)
+    ladder = chunks.get("prefill_buckets") or exchange_buckets(BUCKETS, 64, 8)
     assert {rows for rows in lives.rows[0] if rows > BUCKETS[-1]} <= set(ladder)
 
 
@@ -360,7 +360,7 @@ def joined(
     captured: tuple[int, ...] = (),
 ) -> LaunchSpec | None:
     """How a group with ``plan`` launches step 7 beside groups with such numbers."""
-    ladders = Ladders(buckets, captured, exchange=exchange_ladder(buckets, 64))
+    ladders = BucketSizes(buckets, captured, exchange=exchange_buckets(buckets, 64))
     resolver = LaunchResolver(ladders, 9, (Serves("decode"), Serves("prefill", "mixed")))
     agreed = DpStepSync(Others(IDLE, *others)).join(7, replace(resolver.needs(plan), variant=variant))
     if agreed is None:
@@ -399,23 +399,23 @@ def test_every_group_replays_the_widest_bucket_and_variant() -> None:
     curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 0, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
-    assert (spec.bucket, spec.plan.slots, spec.exchange_rows) == (4, (1, 2), 4)
-    assert spec.variant == SamplingVariant(True, True, True, False, True, 5, True, True)
+    assert (spec.shape.rows, spec.plan.slots, spec.shape.exchange) == (4, (1, 2), 4)
+    assert spec.shape.variant == SamplingVariant(True, True, True, False, True, 5, True, True)
     idle = joined(None, curious)
     assert idle is not None
-    assert (idle.kind, idle.role, idle.bucket, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
-    assert idle.exchange_rows == 4
+    assert (idle.kind, idle.role, idle.shape.rows, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())
+    assert idle.shape.exchange == 4
 
 
 def test_a_window_in_one_group_widens_every_exchange() -> None:
     """Four rows of three tokens there, two rows of one here, which a graph of the same rows and exchanges serves."""
     spec = joined(decode(2), (4, *IDLE[1:-1], 3))
     assert spec is not None
-    assert (spec.bucket, spec.width, spec.exchange_rows) == (4, 1, 12)
+    assert (spec.shape.rows, spec.shape.width, spec.shape.exchange) == (4, 1, 12)
     assert (spec.shared_bucket, spec.shared_width) == (4, 3)
     beside_a_prefill = joined(decode(2), (4, 5, *IDLE[2:-1], 3))
     assert beside_a_prefill is not None
-    assert beside_a_prefill.exchange_rows == 16
+    assert beside_a_prefill.shape.exchange == 16
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 16), (17, 64), (64, 64)])
@@ -423,15 +423,15 @@ def test_a_prefill_widens_the_exchange_by_rungs(tokens: int, rows: int) -> None:
     """Of 4, 16 and 64: the ladder of 64 tokens."""
     spec = joined(decode(2), (0, tokens, *IDLE[2:]))
     assert spec is not None
-    assert (spec.bucket, spec.exchange_rows, spec.shared_bucket) == (2, rows, 2)
+    assert (spec.shape.rows, spec.shape.exchange, spec.shared_bucket) == (2, rows, 2)
     chunk = Chunk(3, 0, (1,) * tokens, True)
     mine = StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,))
     alone_in_it = joined(mine)
     assert alone_in_it is not None
-    assert (alone_in_it.bucket, alone_in_it.exchange_rows, alone_in_it.shared_bucket) == (1, rows, 1)
+    assert (alone_in_it.shape.rows, alone_in_it.shape.exchange, alone_in_it.shared_bucket) == (1, rows, 1)
     beside_a_wide_decode = joined(mine, (8, *IDLE[1:]))
     assert beside_a_wide_decode is not None
-    assert beside_a_wide_decode.exchange_rows == max(rows, 16)
+    assert beside_a_wide_decode.shape.exchange == max(rows, 16)
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 16), (16, 16), (17, 40), (72, 72)])
@@ -443,8 +443,8 @@ def test_every_group_replays_a_captured_step_with_chunks(tokens: int, padded: in
     mine = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (4, *IDLE[1:]), captured=CAPTURED)
     for spec, slots, bucket in ((beside, (1, 2, 3), 4), (idle, (), 1), (mine, (3,), 1)):
         assert spec is not None
-        assert (spec.role, spec.plan.slots, spec.bucket) == ("prefill", slots, bucket)
-        assert (spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (padded, padded, 0)
+        assert (spec.role, spec.plan.slots, spec.shape.rows) == ("prefill", slots, bucket)
+        assert (spec.captured, spec.shape.exchange, spec.shared_bucket) == (padded, padded, 0)
 
 
 def test_a_plan_is_launched_as_it_was_digested() -> None:
@@ -454,25 +454,25 @@ def test_a_plan_is_launched_as_it_was_digested() -> None:
         spec = joined(plan, (0, 5, *IDLE[2:]), captured=CAPTURED)
         assert spec is not None
         assert spec.plan is plan
-        assert (plan.kind, spec.kind, spec.role, spec.label) == (StepKind.DECODE, StepKind.MIXED, "prefill", "mixed")
+        assert (plan.kind, spec.kind, spec.role, spec.shape.label) == (StepKind.DECODE, StepKind.MIXED, "prefill", "mixed")
 
 
 def test_a_captured_step_holds_the_rows_of_groups_that_decode() -> None:
     """Five rows in a decode bucket of eight, beside a group with a chunk of fewer tokens."""
     spec = joined(decode(5), (0, 1, *IDLE[2:]), buckets=(8, 16), captured=(4, 8, 16))
     assert spec is not None
-    assert spec.padded_tokens == 8
+    assert spec.captured == 8
 
 
 def test_a_tree_is_brought_whole() -> None:
     """Two rows of trees of seven tokens, of which three may be gained; the other group decodes three rows."""
-    resolver = LaunchResolver(Ladders(BUCKETS, exchange=(64,)), 9, (Serves("decode"),))
+    resolver = LaunchResolver(BucketSizes(BUCKETS, exchange=(64,)), 9, (Serves("decode"),))
     sync = DpStepSync(Others(IDLE, (3, *IDLE[1:-1], 1)))
     plan = decode(2)._replace(width=3, tree=7)
     agreed = sync.join(7, resolver.needs(plan))
     assert agreed is not None
     spec = resolver.resolve(plan, agreed)
-    assert (spec.bucket, spec.width, spec.exchange_rows, spec.shared_width) == (3, 3, 21, 7)
+    assert (spec.shape.rows, spec.shape.width, spec.shape.exchange, spec.shared_width) == (3, 3, 21, 7)
 
 
 def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> None:
@@ -484,8 +484,8 @@ def test_a_captured_step_has_room_for_the_windows_of_groups_that_decode() -> Non
     ):
         spec = joined(decode(rows)._replace(width=3), others, captured=CAPTURED)
         assert spec is not None
-        assert (spec.role, spec.kind, spec.width, spec.padded_tokens) == ("prefill", StepKind.MIXED, 3, padded)
-        assert (spec.guessing, spec.exchange_rows, spec.shared_bucket) == (rows, padded, 0)
+        assert (spec.role, spec.kind, spec.shape.width, spec.captured) == ("prefill", StepKind.MIXED, 3, padded)
+        assert (spec.shape.proposing, spec.shape.exchange, spec.shared_bucket) == (rows, padded, 0)
 
 
 def test_a_step_that_is_not_captured_for_all_groups_is_for_none() -> None:
@@ -495,18 +495,18 @@ def test_a_step_that_is_not_captured_for_all_groups_is_for_none() -> None:
     theirs = joined(decode(8), (0, 3, *IDLE[2:]), captured=(2, 4))
     for spec, role in ((mine, "prefill"), (theirs, "decode")):
         assert spec is not None
-        assert (spec.role, spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (role, 0, 16, 8)
+        assert (spec.role, spec.captured, spec.shape.exchange, spec.shared_bucket) == (role, 0, 16, 8)
 
 
 def test_a_scored_prompt_is_launched_with_the_exchange_that_the_others_replay() -> None:
     chunk = Chunk(3, 0, (1,) * 20, True, scored=Scored(1, (1,) * 19, 0))
     spec = joined(StepPlan(7, StepKind.PREFILL, (3,), (0,), 1, chunks=(chunk,)), (4, *IDLE[1:]), captured=CAPTURED)
     assert spec is not None
-    assert (spec.bucket, spec.padded_tokens, spec.exchange_rows, spec.shared_bucket) == (1, 0, 40, 0)
+    assert (spec.shape.rows, spec.captured, spec.shape.exchange, spec.shared_bucket) == (1, 0, 40, 0)
 
 
 def test_an_exchange_is_never_narrower_than_an_idle_group_s_graph() -> None:
     """Two tokens of prefill, nobody decodes, and the smallest graph has eight rows."""
     idle = joined(None, (0, 2, *IDLE[2:]), buckets=(8,))
     assert idle is not None
-    assert (idle.bucket, idle.exchange_rows, idle.shared_bucket) == (8, 16, 8)
+    assert (idle.shape.rows, idle.shape.exchange, idle.shared_bucket) == (8, 16, 8)

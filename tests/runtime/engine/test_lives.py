@@ -357,7 +357,7 @@ def buckets(at: Setting) -> None:
         buckets=(1, 2, 4),
         variants=(SamplingVariant.covering(one.sampling for one in requests),),
     )
-    found = [spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE]
+    found = [spec.shape.rows for spec in life.specs if spec.plan.kind is StepKind.DECODE]
     changes = [bucket for i, bucket in enumerate(found) if i == 0 or found[i - 1] != bucket]
     assert changes == [1, 2, 4, 2, 1] if at.in_step else {*changes} == {1, 2, 4}
     assert life.counters["prefill_steps"] + life.counters["mixed_steps"] == 4

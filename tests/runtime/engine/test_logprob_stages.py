@@ -77,7 +77,7 @@ def test_it_comes_and_goes_with_the_row_that_asks(kind: str, calls: Counter[str]
     """One call a step while the row is there, whatever the others do; prompts are scored for nobody."""
     asker = request(9, (1, 2, 3), max_tokens=12, stops=(), logprobs=2)
     life = lived(kind, tmp_path, asker)
-    with_it = [spec.variant.logprobs for spec in life.specs]
+    with_it = [spec.shape.variant.logprobs for spec in life.specs]
     steps = sum(with_it)
     assert 3 <= steps <= 1 + 12 + 2, "its prompt, a step a token at most, and those in flight when it ends"
     assert with_it == [True] * steps + [False] * (len(with_it) - steps)

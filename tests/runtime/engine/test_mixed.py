@@ -84,9 +84,9 @@ def test_mixed_steps_have_captured_sizes_and_leave_the_chain_whole() -> None:
     requests = [request(i, range(3 + i, 20 + 3 * i), max_tokens=12, temperature=0.0) for i in range(12)]
     life = live(requests, depth=2, prefill_buckets=BUCKETS, mixed=MIXED, rows=4, buckets=(1, 2, 4))
     mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED]
-    assert {spec.padded_tokens for spec in mixed} <= set(BUCKETS)
-    assert all(spec.padded_tokens >= spec.plan.packed_tokens for spec in mixed)
-    assert {spec.bucket for spec in mixed} <= {1, 2, 4}
+    assert {spec.captured for spec in mixed} <= set(BUCKETS)
+    assert all(spec.captured >= spec.plan.packed_tokens for spec in mixed)
+    assert {spec.shape.rows for spec in mixed} <= {1, 2, 4}
     assert len({spec.plan.decode_rows for spec in mixed}) > 1
     assert life.counters["graph_captures_after_warmup"] == 0
     assert life.counters["device_allocs_after_warmup"] == 0

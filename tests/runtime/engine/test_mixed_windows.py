@@ -80,7 +80,7 @@ def widths(life: Life) -> Counter[int]:
 def test_answers_are_those_of_single_tokens(width: int, depth: int, buckets: tuple[int, ...]) -> None:
     life = beside(width, depth=depth, prefill_buckets=buckets)
     assert widths(life)[width] > 3
-    assert all(bool(spec.guessing) is (spec.plan.kind is StepKind.MIXED and spec.width > 1) for spec in life.specs)
+    assert all(bool(spec.shape.proposing) is (spec.plan.kind is StepKind.MIXED and spec.shape.width > 1) for spec in life.specs)
     assert life.counters["forks"] > 0
     if depth:
         unbroken(life)
@@ -180,7 +180,7 @@ def test_a_step_is_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(self: executor.Executor, spec: LaunchSpec) -> None:
         before = len(replays)
         launch(self, spec)
-        found.setdefault((spec.plan.kind, spec.width), set()).add(len(replays) - before)
+        found.setdefault((spec.plan.kind, spec.shape.width), set()).add(len(replays) - before)
 
     monkeypatch.setattr(TwinGraph, "replay", counted)
     monkeypatch.setattr(executor.Executor, "launch", launched)
@@ -212,9 +212,9 @@ def narrower(*, depth: int, **limits: Any) -> Life:
 def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, buckets: tuple[int, ...]) -> None:
     life = narrower(depth=depth, prefill_buckets=buckets)
     assert min(widths(life)[width] for width in (2, 4, 8)) > 2
-    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.width > 1]
-    assert {(spec.role, spec.width) for spec in mixed} == {(f"mixed window of {width}", width) for width in (2, 4, 8)}
-    assert any(spec.padded_tokens for spec in mixed) is bool(buckets)
+    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.shape.width > 1]
+    assert {(spec.role, spec.shape.width) for spec in mixed} == {(f"mixed window of {width}", width) for width in (2, 4, 8)}
+    assert any(spec.captured for spec in mixed) is bool(buckets)
     assert life.counters["forks"] > 0
     assert life.counters["spec_num_accepted_tokens"] > 20
     finished = life.finished.values()
@@ -289,9 +289,9 @@ def test_answers_beside_trees_are_those_of_single_tokens(
     life = trees_beside(shape, depth=depth, prefill_buckets=buckets)
     width, size = shape
     assert widths(life)[width] > 3
-    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.width > 1]
+    mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.shape.width > 1]
     assert {spec.plan.row_tokens for spec in mixed} == {size}, "a tree counts whole"
-    assert any(spec.padded_tokens for spec in mixed) is bool(buckets)
+    assert any(spec.captured for spec in mixed) is bool(buckets)
     assert life.counters["forks"] > 0
     assert life.counters["spec_num_accepted_tokens"] > 0.4 * life.counters["spec_num_drafts"]
     if depth:

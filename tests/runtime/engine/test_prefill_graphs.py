@@ -49,7 +49,7 @@ def replays(engine: Engine) -> dict[int, int]:
     counts = dict.fromkeys(engine.executor.captured_tokens, 0)
 
     def counted(replay: Op, spec: LaunchSpec) -> None:
-        counts[spec.padded_tokens] += 1
+        counts[spec.captured] += 1
         replay(spec)
 
     plant_replay(engine, counted)
@@ -84,7 +84,7 @@ def test_steps_with_split_keys_give_the_same_tokens(
         split: list[bool] = []
 
         def noted(replay: Op, spec: LaunchSpec) -> None:
-            split.append(spec.split_keys)
+            split.append(spec.shape.split_keys)
             replay(spec)
 
         plant_replay(engine, noted)
@@ -207,7 +207,7 @@ def test_groups_whose_rows_all_decode_bring_an_empty_table(windows: bool, monkey
     with tables(monkeypatch) as tiled:
 
         def noted(replay: Op, spec: LaunchSpec) -> None:
-            seen.append((len(spec.plan.slots), spec.padded_tokens, len(spec.plan.chunks)))
+            seen.append((len(spec.plan.slots), spec.captured, len(spec.plan.chunks)))
             replay(spec)
 
         plant(monkeypatch, noted, part="prefill.replay")

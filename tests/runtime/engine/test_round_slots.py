@@ -123,18 +123,18 @@ def serial() -> Life:
 
 def check_slots(life: Life, passes: Passes) -> None:
     """Of every round: what each pass of each layer got is what the plan says, but for ghosts, which have none."""
-    specs = [spec for spec in life.specs if spec.width > 1]
+    specs = [spec for spec in life.specs if spec.shape.width > 1]
     assert len(specs) == len(passes.rounds)
     for spec, seen in zip(specs, passes.rounds, strict=True):
         plan = spec.plan
         decoding, chunks = plan.slots[: plan.decode_rows], [chunk.slot for chunk in plan.chunks]
         live_rows = [PADDING_SLOT if slot in seen.ghosts else slot for slot in decoding]
-        assert seen.proposed == _padded(decoding, len(seen.proposed)), f"step {spec.step}"
+        assert seen.proposed == _padded(decoding, len(seen.proposed)), f"step {spec.plan.step}"
         assert len(seen.verified) == len(seen.taken_in) == passes.layers
         for slots in seen.verified:
-            assert slots == _padded([*live_rows, *chunks], len(slots)), f"step {spec.step}: verify"
+            assert slots == _padded([*live_rows, *chunks], len(slots)), f"step {spec.plan.step}: verify"
         for slots in seen.taken_in:
-            assert slots == _padded(live_rows, len(slots)), f"step {spec.step}: take in"
+            assert slots == _padded(live_rows, len(slots)), f"step {spec.plan.step}: take in"
 
 
 def _padded(slots: Sequence[int], rows: int) -> list[int]:
@@ -150,7 +150,7 @@ def test_every_pass_of_a_round_looks_at_the_slots_of_its_step(
     life = played(passes, depth)
     check_slots(life, passes)
     same(life, serial())
-    plans = [spec.plan for spec in life.specs if spec.width > 1]
+    plans = [spec.plan for spec in life.specs if spec.shape.width > 1]
     assert {plan.kind for plan in plans} == {StepKind.DECODE, StepKind.MIXED}
     rows = [dict(enumerate(plan.slots[: plan.decode_rows])) for plan in plans]
     taken = [(a[row], b[row]) for a, b in pairwise(rows) for row in a.keys() & b.keys() if a[row] != b[row]]

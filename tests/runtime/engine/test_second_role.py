@@ -76,7 +76,7 @@ class DraftedDecode:
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.steps += 1
-        self.graphs.get(spec.bucket, spec.variant, spec.exchange_rows).replay()
+        self.graphs.get(spec.shape.rows, spec.shape.variant, spec.shape.exchange).replay()
 
     def _both(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
         self._guess(rows_B)
@@ -120,7 +120,7 @@ def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) ->
 def take_turns(life: Life, role: DraftedDecode, depth: int) -> None:
     assert life.counters["decode_steps"] >= 200
     assert abs(role.steps - life.counters["decode_steps"] / 2) <= life.counters["prefill_steps"]
-    assert len({spec.bucket for spec in life.specs if spec.plan.kind is StepKind.DECODE}) == len(BUCKETS)
+    assert len({spec.shape.rows for spec in life.specs if spec.plan.kind is StepKind.DECODE}) == len(BUCKETS)
     assert life.counters["graph_captures_after_warmup"] == 0
     assert life.counters["device_allocs_after_warmup"] == 0
     assert role.guesses_N.any(), "the toy model ran"

@@ -125,7 +125,7 @@ def test_a_steady_round_is_one_launch_and_sends_nothing(method: str, target: str
         found = watched(engine, temperature=1.0)
         assert engine.counters["spec_num_drafts"] >= ROWS * WATCHED
         assert engine.counters["spec_num_accepted_tokens"] > 0, "rounds of both outcomes"
-    assert {turn.spec.width for turn in found if turn.spec} == {WIDTH}
+    assert {turn.spec.shape.width for turn in found if turn.spec} == {WIDTH}
     for turn in found:
         check_quiet(turn)
 
@@ -171,7 +171,7 @@ def planned(engine: Engine, turn: Turn, tile_tokens: int) -> dict[str, int]:
     their attention, 0 where its plan is none of the host's."""
     assert turn.spec is not None
     plan, tables, spec = turn.spec.plan, engine.executor.tables, turn.spec
-    tokens, rows = spec.padded_tokens, max(spec.bucket, min(spec.padded_tokens, engine.executor.staging.max_rows))
+    tokens, rows = spec.captured, max(spec.shape.rows, min(spec.captured, engine.executor.staging.max_rows))
     assert tokens >= plan.packed_tokens
     sizes = {"chunk_tokens_3T": 3 * 8 * tokens, "chunk_rows_4R": 4 * 8 * rows}
     if tile_tokens:
@@ -245,7 +245,7 @@ def test_a_mixed_step_sends_its_plan_in_one_copy(
             check_costs(turn)
             assert not turn.spec.plan.forks
             assert not kept_states(turn.spec.plan)
-            assert turn.launches == launches[turn.spec.width]
+            assert turn.launches == launches[turn.spec.shape.width]
             assert turn.sends == 1
             assert turn.beside == (1 if tiled else 2), (
                 "what was sent is put into its tables; attention's plan, if apart"

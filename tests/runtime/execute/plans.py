@@ -5,7 +5,7 @@ Knows: StepPlan and LaunchSpec. Does not know: the scheduler; these plans need n
 
 from __future__ import annotations
 
-from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.schedule.plan import Chunk, Fork, SlotUpdate, SlotWrite, StepKind, StepPlan
 from runtime.schedule.request import SamplingParams
@@ -33,7 +33,8 @@ def decode_step(
         slot_updates=slot_updates,
     )
     variant = SamplingVariant(logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    return LaunchSpec(plan, plan.kind, "decode", bucket or len(slots), variant)
+    shape = StepShape("decode", bucket or len(slots), width, tokens=(bucket or len(slots)) * width, variant=variant)
+    return LaunchSpec(plan, plan.kind, "decode", shape)
 
 
 def prefill_step(
@@ -48,7 +49,8 @@ def prefill_step(
         chunks=chunks,
         forks=forks,
     )
-    return LaunchSpec(plan, plan.kind, "prefill", bucket or len(plan.slots))
+    shape = StepShape("prefill", bucket or len(plan.slots), tokens=max(plan.packed_tokens, len(plan.slots)))
+    return LaunchSpec(plan, plan.kind, "prefill", shape)
 
 
 def slot_write(

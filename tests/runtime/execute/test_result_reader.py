@@ -50,15 +50,15 @@ class Steps:
     def _work(self, spec: LaunchSpec, fail: bool = False) -> None:
         if fail:
             raise FloatingPointError("the model failed")
-        rows, width = torch.arange(spec.bucket), torch.arange(spec.width)
-        tokens = spec.step * 100 + rows[:, None] * 10 + width
+        rows, width = torch.arange(spec.shape.rows), torch.arange(spec.shape.width)
+        tokens = spec.plan.step * 100 + rows[:, None] * 10 + width
         parts = None
         if (logprobs := spec.logprobs) is not None:
             chosen = -tokens.to(torch.float32) / 8
             top = chosen[..., None].expand(-1, -1, logprobs) - 1
             parts = TokenLogprobs(chosen, (tokens + 1).to(torch.int32), top.to(torch.int32), top.contiguous())
         before = self.ring.buffer_EX.clone()
-        self.ring.append(tokens, torch.ones(spec.bucket, dtype=torch.int32), rows % 3, parts)
+        self.ring.append(tokens, torch.ones(spec.shape.rows, dtype=torch.int32), rows % 3, parts)
         if self.ring.direct and parts is None:  # as a kernel does, which leaves the device's buffer alone
             entry = (int(self.ring.appended_1) - 1) % ENTRIES
             self.ring.stored_EX[entry] = self.ring.buffer_EX[entry]

@@ -110,7 +110,7 @@ def test_rows_that_guesses_are_proposed_for_are_none_of_an_earlier_step(device: 
     _, staging = make_staging(device)
     run(device, staging, prefill_step(1, tuple(Chunk(slot, 0, (5,), last=True) for slot in (4, 5, 6, 7)), bucket=4))
     spec = prefill_step(2, (Chunk(3, 0, (5,), last=True),), bucket=1)
-    run(device, staging, spec._replace(guessing=4))
+    run(device, staging, spec._replace(shape=spec.shape._replace(proposing=4)))
     assert staging.padded_chunks(4).slots_R.tolist() == [3, 0, 0, 0]
     assert staging.padded_chunks(4).emitting_R.tolist() == [3, 0, 0, 0]
 
@@ -175,20 +175,20 @@ def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice)
 def chunked(step: int, tokens: int, *, role: str = "prefill") -> LaunchSpec:
     """A captured step of a chunk of so many tokens."""
     spec = prefill_step(step, (Chunk(3, 0, tuple(range(tokens)), last=True),))
-    return spec._replace(role=role, padded_tokens=tokens)
+    return spec._replace(role=role, captured=tokens)
 
 
 def entries_of(spec: LaunchSpec) -> npt.NDArray[np.int32]:
     """As many as the step has tokens, each with the step's number."""
-    entries_X4 = np.full((spec.padded_tokens, 4), spec.step, np.int32)
-    entries_X4[:, 1] = np.arange(spec.padded_tokens)
+    entries_X4 = np.full((spec.captured, 4), spec.plan.step, np.int32)
+    entries_X4[:, 1] = np.arange(spec.captured)
     return entries_X4
 
 
 def attention_of(device: TwinDevice, staging: Staging, role: str = "prefill") -> Tensor:
     """Where that role's plans are put."""
     place_E4 = device.zeros(70, 4, dtype=torch.int32)
-    staging.bring_attention_plans(role, lambda spec: entries_of(spec) if spec.padded_tokens else None, place_E4)
+    staging.bring_attention_plans(role, lambda spec: entries_of(spec) if spec.captured else None, place_E4)
     return place_E4
 
 
@@ -219,7 +219,7 @@ def test_plans_of_attention_are_put_where_their_role_reads_them(device: TwinDevi
 def test_steps_that_read_no_plan_of_attention_bring_none(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     place_E4 = attention_of(device, staging)
-    launched = chunked(1, 40)._replace(padded_tokens=0)
+    launched = chunked(1, 40)._replace(captured=0)
     run(device, staging, launched)
     run(device, staging, decode_step(2, (3,)))
     assert not place_E4.any()
@@ -260,7 +260,7 @@ def test_a_plan_of_attention_without_room_is_refused_and_changes_nothing(device:
     _, staging = make_staging(device)
 
     def refused(spec: LaunchSpec) -> npt.NDArray[np.int32]:
-        if spec.padded_tokens > 5:
+        if spec.captured > 5:
             raise ValueError("there is room for 5")
         return entries_of(spec)
 

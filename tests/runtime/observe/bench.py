@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
 from runtime.observe.timeline import Timeline
@@ -21,7 +21,7 @@ STEPS = 20_000
 def nanoseconds_a_step(observe: StepObserver) -> float:
     """The quickest of some runs."""
     plan = StepPlan(0, StepKind.DECODE, tuple(range(256)), (0,) * 256, 1)
-    spec = LaunchSpec(plan, plan.kind, "decode", 256)
+    spec = LaunchSpec(plan, plan.kind, "decode", StepShape("decode", 256))
     took = []
     for _ in range(10):
         started = time.perf_counter_ns()

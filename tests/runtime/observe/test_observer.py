@@ -178,7 +178,7 @@ def watched(make: Make, requests: list[Request], **limits: Unpack[RigLimits]) ->
     found, launch, submit = Watched(), Executor.launch, TwinStream.submit
 
     def launched(self: Executor, spec: LaunchSpec) -> None:
-        found.launches.append((spec.label, spec.bucket, spec.width, spec.guessing, spec.padded_tokens, spec.variant))
+        found.launches.append((spec.shape.label, spec.shape.rows, spec.shape.width, spec.shape.proposing, spec.captured, spec.shape.variant))
         launch(self, spec)
 
     def submitted(self: TwinStream, work: Work) -> None:

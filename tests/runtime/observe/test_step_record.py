@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.step_record import StepLog, StepRecord
 from runtime.schedule.plan import StepKind, StepPlan
@@ -55,7 +55,7 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
             observe.plan()
             plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
             observe.launch(plan, None)
-            observe.resolved(LaunchSpec(plan, plan.kind, "decode", 4))
+            observe.resolved(LaunchSpec(plan, plan.kind, "decode", StepShape("decode", 4)))
             observe.launched()
         if step >= depth:
             observe.wait(step - depth)
