@@ -116,7 +116,7 @@ def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCo
     from models.config import ModelConfigError
     from runtime.config import ConfigError
     from runtime.execute.cache.sizing import CacheMemoryError
-    from runtime.execute.step.row_graphs import CaptureError
+    from runtime.execute.step.graphs import CaptureError
     from runtime.frontend.tokenizer_files import TokenizerError
     from runtime.speculative_config import SpeculativeConfigError
 

@@ -20,6 +20,7 @@ from models.expert_load import clear_load, start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.kernels.select import select_kernels
 from models.layers.decoder import Decoder
+from models.row_buckets import token_ladder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
@@ -35,9 +36,8 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_buckets
 from runtime.execute.result_reader import StepTiming
-from runtime.execute.role import ExecutorConfig
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.execute.step.memory import ExecutorConfig
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
@@ -312,7 +312,7 @@ def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ..
 
 def _prefill_buckets(config: EngineConfig) -> tuple[int, ...]:
     """Captured on GPUs; a CPU would compute the padding and gain nothing."""
-    return prefill_buckets(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
+    return token_ladder(config.max_prefill_tokens) if config.device == "cuda" and config.prefill_graphs else ()
 
 
 def _mixes(config: EngineConfig, limits: StepLimits) -> bool:

@@ -49,17 +49,14 @@ from models.kernels.deterministic_reference import DeterministicReferenceKernels
 from models.kernels.interface import Kernels as Kernels
 from models.kernels.reference import ReferenceKernels
 from runtime.execute.proposer import Proposer
-from runtime.execute.role import RoleParts
 from runtime.execute.sampling import prompt_logprobs
-from runtime.execute.step import decode, mixed_window, prefill, proposer_feed, step_io, tail, window, window_io
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.prefill import PrefillRole
-from runtime.execute.step.prefill_graphs import PrefillGraphs
-from runtime.execute.step.row_graphs import RowGraphs
-from runtime.execute.step.row_role import RowRole
+from runtime.execute.step import commit, drafts, gather, packed_step, row_step, step_io_kernels, tail
+from runtime.execute.step.drafts import DraftTokens
+from runtime.execute.step.graphs import RowGraphs
+from runtime.execute.step.memory import StepParts
+from runtime.execute.step.packed_step import PackedStep
+from runtime.execute.step.row_step import RowStep
 from runtime.execute.step.tail import Tail
-from runtime.execute.step.window import WindowRole
 
 if TYPE_CHECKING:  # ranks that tests start have no use for it
     import pytest
@@ -72,58 +69,56 @@ Owner = type | types.ModuleType
 # Parts of a step. "mixed": a step with prefill chunks whose decode requests have draft windows or trees.
 PARTS: dict[str, tuple[Owner, str]] = {
     # propose(rows, variant): draft tokens of the first rows, kept for the two parts that follow
-    "mixed.propose": (MixedWindowRole, "propose"),
+    "mixed.propose": (DraftTokens, "propose"),
     # gather_packed(tables, chunks, block_size, guesses_SQ, depth_SN) -> Packed: all tokens of the forward pass
-    "mixed.gather": (mixed_window, "gather_packed"),
+    "mixed.gather": (drafts, "gather_packed"),
     # tree(slots_B) -> tree_BQ: the nodes that each node attends to; None: all before it
-    "mixed.tree_mask": (MixedWindowRole, "tree"),
+    "mixed.tree_mask": (DraftTokens, "tree"),
     # state_rows(chunks, packed) -> StateRows of the forward pass
-    "mixed.state_rows": (MixedWindowRole, "state_rows"),
+    "mixed.state_rows": (DraftTokens, "state_rows"),
     # keep(undecided): stores a recurrent layer's state updates of the draft tokens
-    "mixed.keep": (MixedWindowRole, "keep"),
+    "mixed.keep": (DraftTokens, "keep"),
     # take_in(rows, positions_X): updates recurrent state with the accepted tokens
-    "mixed.take_in": (MixedWindowRole, "_take_in"),
+    "mixed.take_in": (DraftTokens, "_update_state"),
     # drawing(chunks) -> int64 [X]: the tokens after which one is sampled
-    "mixed.drawing": (MixedWindowRole, "drawing"),
+    "mixed.drawing": (DraftTokens, "drawing"),
     # proposed(emitting_R, decodes_R, variant) -> Proposed, as the tail verifies it
-    "mixed.proposed": (MixedWindowRole, "_proposed"),
+    "mixed.proposed": (DraftTokens, "proposed"),
     # Proposed(tokens_BQ, ...): the same, as it is made
-    "mixed.Proposed": (mixed_window, "Proposed"),
+    "mixed.Proposed": (drafts, "Proposed"),
     # of_paged(caches) -> the mover of an accepted path's KV entries; None: chains move none
-    "mixed.mover": (mixed_window, "EntryMover.of_paged"),
+    "mixed.mover": (drafts, "EntryMover.of_paged"),
     # make_memory(): buffers shared by steps of all widths
-    "mixed.make_memory": (MixedWindowRole, "_make_memory"),
-    # gather_decode(tables, rows_B, block_size) -> Gathered
-    "decode.gather": (decode, "gather_decode"),
-    # StateRows(slots_B, undecided=, tree=) of a verification step without chunks
-    "window.state_rows": (window, "StateRows"),
+    "mixed.make_memory": (DraftTokens, "_make_memory"),
+    # gather_decode(tables, rows_B, block_size) -> Rows
+    "decode.gather": (row_step, "gather_decode"),
+    # slot_state(slots_B, undecided=, tree=) -> StateRows of a step without chunks
+    "window.state_rows": (RowStep, "slot_state"),
     # lay_out(parents_BQ, depth) -> DraftTree; shown(...) -> Shown: the tokens of a window that the proposer observes
-    "window.lay_out": (window_io, "lay_out"),
-    "window.shown": (window_io, "_shown"),
+    "window.lay_out": (gather, "lay_out"),
+    "window.shown": (commit, "_shown"),
     # copy_forked(spec): copies the blocks in whose middle prompts end, before the tail
-    "prefill.copy_forked": (PrefillRole, "copy_forked"),
+    "prefill.copy_forked": (PackedStep, "copy_forked"),
     # attention_of_drawing(chunks, packed, longest) -> DecodeAttention of the last layer's sampled tokens alone; None
-    "prefill.last_attention": (PrefillRole, "_attention_of_drawing"),
+    "prefill.last_attention": (PackedStep, "_attention_of_drawing"),
     # numbers: tokens from which a step is large; tokens a sample from which the last layer computes only those
-    "prefill.large_step": (prefill, "LARGE_STEP"),
-    "prefill.tokens_a_draw": (prefill, "_TOKENS_A_DRAW"),
-    # launch(spec): of a captured step with chunks
-    "prefill.replay": (PrefillGraphs, "launch"),
+    "prefill.large_step": (packed_step, "LARGE_STEP"),
+    "prefill.tokens_a_draw": (packed_step, "_TOKENS_A_DRAW"),
+    # replay(spec): of a captured step with chunks
+    "prefill.replay": (PackedStep, "replay"),
     # rehearse(): the largest step over padding. try_variant(bucket, variant, exchange_rows): one of decode requests
-    "rows.rehearse": (RowRole, "rehearse"),
-    "rows.try_variant": (RowRole, "try_variant"),
-    "prefill.rehearse": (PrefillRole, "rehearse"),
-    "mixed.rehearse": (MixedWindowRole, "rehearse"),
+    "rows.rehearse": (RowStep, "rehearse"),
+    "rows.try_variant": (RowStep, "try_variant"),
+    "prefill.rehearse": (PackedStep, "rehearse"),
+    "mixed.rehearse": (PackedStep, "rehearse"),
     # draw(local_BV, sampling, variant, seen, edits) -> (Draw, Verdict, log-probabilities)
     "tail.draw": (Tail, "_draw"),
     # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
     "tail.logprobs": (tail, "token_logprobs"),
     "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
-    # kernels_for(tensor) -> StepKernels (a decode step's gather and commit; what a proposer observes) or WindowKernels;
-    # None: torch
-    "decode.kernels": (step_io, "kernels_for"),
-    "proposer.kernels": (proposer_feed, "kernels_for"),
-    "window.kernels": (window_io, "window_kernels_for"),
+    # kernels_for(tensor) -> StepKernels (gather and commit of one token a row) or WindowKernels; None: torch
+    "decode.kernels": (step_io_kernels, "kernels_for"),
+    "window.kernels": (step_io_kernels, "window_kernels_for"),
 }
 
 
@@ -146,8 +141,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: st
 
 def plant_replay(engine: Engine, fn: Op) -> None:
     """Replace the replays of captured steps with chunks by ``fn(replay, spec)``, for the life of ``engine``."""
-    graphs = engine.executor.prefill.graphs
-    graphs.launch = partial(fn, graphs.launch)  # type: ignore[method-assign]
+    step = engine.executor.prefill
+    step.replay = partial(fn, step.replay)  # type: ignore[method-assign]
 
 
 def _method(fn: Op, usual_of: Callable[[Any], Op], usual: Op) -> Op:
@@ -216,33 +211,26 @@ def _inherited(kind: type, name: str, one: object) -> Op:
 # ---- steps ----
 
 
-def make_decode_step(parts: RoleParts, name: str = "decode") -> DecodeRole:
+def make_decode_step(parts: StepParts, name: str = "decode") -> RowStep:
     """One token for every decode request."""
-    return DecodeRole(parts, name)
+    return RowStep(parts, name=name)
 
 
-def make_window_step(parts: RoleParts, width: int | None = None, proposer: Proposer | None = None) -> WindowRole:
+def make_window_step(parts: StepParts, width: int | None = None, proposer: Proposer | None = None) -> RowStep:
     """A verification step. Defaults: the width of the limits, the proposer of the parts."""
-    if proposer is None:
-        return WindowRole.of_proposer(parts, width)
-    return WindowRole(parts, width or parts.limits.width, proposer)
+    return RowStep(parts, width or parts.limits.width, proposer)
 
 
-def make_prefill_step(parts: RoleParts) -> PrefillRole:
+def make_prefill_step(parts: StepParts) -> PackedStep:
     """Prefill chunks, and decode requests with one token each."""
-    return PrefillRole(parts)
+    return PackedStep(parts)
 
 
-def make_mixed_step(parts: RoleParts, width: int | None = None) -> MixedWindowRole:
+def make_mixed_step(parts: StepParts, width: int | None = None) -> PackedStep:
     """Prefill chunks, and decode requests with draft windows of ``width``; default: that of the limits."""
-    return MixedWindowRole(parts, width)
+    return PackedStep(parts, DraftTokens(parts, width or parts.limits.width))
 
 
 def make_row_graphs(*given: Any, **named: Any) -> RowGraphs:
     """Graphs by bucket and sampling variant: of a name, a device, work, a result ring, and row maps by bucket."""
     return RowGraphs(*given, **named)
-
-
-def make_prefill_graphs(step: PrefillRole, parts: RoleParts) -> PrefillGraphs:
-    """Graphs of a step with prefill chunks, over other parts than its own; none is captured yet."""
-    return PrefillGraphs(parts, step)

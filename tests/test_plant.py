@@ -91,8 +91,7 @@ def test_nothing_is_planted_where_there_is_no_such_thing(monkeypatch: pytest.Mon
 
 CLASSES = {
     *("ReferenceKernels", "DeterministicReferenceKernels", "NvidiaKernels", "DeterministicKernels"),
-    *("DecodeRole", "WindowRole", "PrefillRole", "MixedWindowRole", "RowRole"),
-    *("RowGraphs", "PrefillGraphs", "ProposerFeed", "Tail"),
+    *("RowStep", "PackedStep", "DecodeTokens", "DraftTokens", "RowGraphs", "ProposerFeed", "Tail"),
 }
 PARTS_ARE_IN = {owner.__name__ for owner, _ in PARTS.values() if inspect.ismodule(owner)}
 MAY_NAME_THEM = {
@@ -135,8 +134,8 @@ def test_no_other_file_names_them() -> None:
     [
         ("from runtime.execute.step.tail import Tail as End", "Tail"),
         ("class Wrong(nvidia.NvidiaKernels): ...", "NvidiaKernels"),
-        ("from runtime.execute.step import window_io", "window_io"),
-        ("monkeypatch.setattr('runtime.execute.step.decode.DecodeRole.decode', wrong)", "DecodeRole"),
+        ("from runtime.execute.step import gather", "gather"),
+        ("monkeypatch.setattr('runtime.execute.step.row_step.RowStep.decode', wrong)", "RowStep"),
     ],
 )
 def test_who_names_one_is_found(source: str, name: str) -> None:

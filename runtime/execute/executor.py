@@ -27,7 +27,6 @@ from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, Launch
 from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import ExecutorConfig, MakeRole, Role, RoleParts, Trial
 from runtime.execute.sampling.inputs import (
     EVERY_FEATURE,
     NARROWER_FEATURES,
@@ -38,12 +37,11 @@ from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging, StagingCounters
 from runtime.execute.step import step_io_kernels as step_kernels
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.prefill import PrefillRole
-from runtime.execute.step.row_graphs import RowGraphs
-from runtime.execute.step.row_role import RowRole
-from runtime.execute.step.window import WindowRole
+from runtime.execute.step.drafts import DraftTokens
+from runtime.execute.step.graphs import RowGraphs
+from runtime.execute.step.memory import ExecutorConfig, MakeRole, Role, StepParts, Trial
+from runtime.execute.step.packed_step import PackedStep
+from runtime.execute.step.row_step import RowStep
 from runtime.schedule.plan import StepKind, StepPlan, StepResult
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
@@ -85,17 +83,16 @@ class Executor:
         self._model = model
         self._make_proposer = proposer
         self._compiling = compiling
-        if proposer is not None:
-            narrower = (partial(WindowRole.of_proposer, width=width) for width in config.narrower)
-            further_roles = (*further_roles, WindowRole.of_proposer, *narrower)
-        windows_beside = proposer is not None and config.mixed_windows and config.mixed
+        widths = () if proposer is None else (limits.width, *config.narrower)
         # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
-        windows_beside = windows_beside and not (limits.tree and model.cache_layout.has_slot_state)
-        if windows_beside:
-            narrower_beside = (partial(MixedWindowRole, width=width) for width in config.narrower)
-            further_roles = (*further_roles, MixedWindowRole, *narrower_beside)
-        elif proposer is not None and config.windows and config.exchanges and config.prefill_buckets:
-            # All groups replay steps with chunks together, and here a group with windows could not.
+        drafts = bool(widths) and config.mixed_windows and config.mixed
+        drafts = drafts and not (limits.tree and model.cache_layout.has_slot_state)
+        self._config = config = replace(config, mixed_windows=drafts)
+        further_roles = (*further_roles, *(partial(RowStep, width=width) for width in widths))
+        if drafts:
+            further_roles = (*further_roles, *(partial(_mixed_step, width=width) for width in widths))
+        elif widths and config.windows and config.exchanges and config.prefill_buckets:
+            # All groups replay packed steps together, and here a group with draft windows could not.
             slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
             self._config = config = replace(config, prefill_buckets=(), slower=slower)
         self.fallbacks = Fallbacks()
@@ -108,7 +105,7 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
             history=0 if proposer is None else limits.max_model_len + limits.width,
         )
-        beside = (max_rows * limits.window if windows_beside else max_rows) if config.mixed else 0
+        beside = (max_rows * limits.window if drafts else max_rows) if config.mixed else 0
         most_tokens = limits.max_prefill_tokens + beside
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
@@ -131,16 +128,14 @@ class Executor:
         self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
         self.staging.on_forked = self.pool.fork
         parts = self._parts_over(self.pool)
-        self.decode, self.prefill = DecodeRole(parts), PrefillRole(parts)
+        self.decode, self.prefill = RowStep(parts), PackedStep(parts)
         roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
         self._warm_up(roles[:-2])
         self.pool.warm_up_copies()
         self._roles = {role.name: role for role in roles}
-        self._windows = {role.tokens: role for role in roles if isinstance(role, WindowRole)}  # by what a row brings
-        ladders = BucketSizes(
-            config.decode_buckets, self.prefill.graphs.buckets, self.prefill.graphs.split_buckets, config.exchanges
-        )
-        self._resolver = LaunchResolver(ladders, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
+        self._windows = {role.tokens: role for role in roles if isinstance(role, RowStep)}  # by what a row brings
+        sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
+        self._resolver = LaunchResolver(sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
@@ -155,16 +150,16 @@ class Executor:
         In groups they decide more: where they are captured, and the largest holds all rows of any group that only
         decodes, no group replays a decode graph while another one has chunks, and decode graphs need no wider exchanges
         than their own."""
-        chunked = [role for role in (self.prefill, *further_roles) if isinstance(role, PrefillRole)]
-        self._compile_ahead(*(rehearse for role in chunked for rehearse in role.graphs.rehearsals()))
+        chunked = [role for role in (self.prefill, *further_roles) if isinstance(role, PackedStep)]
+        self._compile_ahead(*(rehearse for role in chunked for rehearse in role.rehearsals()))
         self.prefill.warm_up()
         roles: list[Role] = [self.decode, *further_roles]
-        captured, most = self.prefill.graphs.buckets, self._config.decode_buckets[-1] * self._config.limits.window
+        captured, most = self.prefill.buckets, self._config.decode_buckets[-1] * self._config.limits.window
         if self._config.exchanges and captured and captured[-1] > most:
             for role in roles:
-                if isinstance(role, RowRole):
+                if isinstance(role, RowStep):
                     role.widens = False
-        for role in sorted(roles, key=lambda role: not isinstance(role, PrefillRole)):
+        for role in sorted(roles, key=lambda role: not isinstance(role, PackedStep)):
             role.warm_up()
         self.device.release_unused()  # of the rehearsals
 
@@ -189,9 +184,9 @@ class Executor:
     @property
     def _row_graphs(self) -> list[RowGraphs]:
         """All graphs that may be captured late."""
-        decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowRole)]
-        chunked = [role.graphs for role in self._roles.values() if isinstance(role, PrefillRole)]
-        return [*decoding, *(rows for graphs in chunked for rows in graphs.row_graphs)]
+        decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowStep)]
+        packed = [role for role in self._roles.values() if isinstance(role, PackedStep)]
+        return [*decoding, *(graphs for role in packed for graphs in role.row_graphs)]
 
     def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
         """Have every late capture run inside ``around()``."""
@@ -222,18 +217,20 @@ class Executor:
     def mixes(self) -> bool:
         """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
         longer for their launches than all rows for a decode step."""
-        captured = bool(self.prefill.graphs.buckets) or self.device.torch_device.type == "cpu"
+        captured = bool(self.prefill.buckets) or self.device.torch_device.type == "cpu"
         return self._config.mixed and captured
 
     @property
     def mixes_windows(self) -> bool:
         """Whether these rows may have windows there."""
-        return self.mixes and any(isinstance(role, MixedWindowRole) for role in self._roles.values())
+        return self.mixes and any(
+            isinstance(role, PackedStep) and role.decode.proposes for role in self._roles.values()
+        )
 
     @property
     def captured_tokens(self) -> tuple[int, ...]:
         """Tokens of the steps with chunks that are captured, ascending."""
-        return self.prefill.graphs.buckets
+        return self.prefill.buckets
 
     def kv_read_ms(self) -> float:
         """Milliseconds that reading the KV of one token takes, in all layers, at the rate of one large read."""
@@ -252,15 +249,15 @@ class Executor:
         recurrent layers and experts compute all the same.
         """
         found: dict[int, float] = {}
-        buckets, limits = self.prefill.graphs.buckets, self._config.limits
+        buckets, limits = self.prefill.buckets, self._config.limits
         buckets = buckets[: 1 + bisect_left(buckets, limits.rows * limits.max_model_len)]
         with self.staging.real_padding(self._model.config.vocab_size, block=1, group=self.group) as prompts:
             for tokens in buckets:
                 if tokens <= _ALL_COSTS_UP_TO or tokens & (tokens - 1) == 0 or tokens == buckets[-1]:
                     took = []
                     for _ in range(_COST_RUNS):
-                        prompts(self.prefill.graphs.rows_of(tokens).query)
-                        took.append(self._milliseconds_of(partial(self.prefill.graphs.rehearse, tokens)))
+                        prompts(self.prefill.rows_of(tokens).query)
+                        took.append(self._milliseconds_of(partial(self.prefill.replay_padding, tokens)))
                     found[tokens] = min(took)
         return found
 
@@ -280,8 +277,9 @@ class Executor:
 
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
-        role = self._windows[self._config.limits.row_tokens(spec.shape.width)] if spec.shape.width > 1 else self.decode
-        graph = role.graphs.get(spec.shape.rows, spec.shape.variant, spec.shape.exchange)
+        shape = spec.shape
+        step = self._windows[self._config.limits.row_tokens(shape.width)]
+        graph = step.graphs[shape.rows, shape.variant, shape.exchange]
 
         def work() -> None:
             for _ in range(replays):
@@ -317,9 +315,9 @@ class Executor:
         """Put one step on the device, behind everything launched before it."""
         compute = self.device.compute
         if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
-            self.decode.graphs.get(spec.shared_bucket, spec.shape.variant, spec.shape.exchange)
-            if spec.shared_width > 1:
-                self._windows[spec.shared_width].graphs.get(spec.shared_bucket, spec.shape.variant, spec.shape.exchange)
+            key = spec.shared_bucket, spec.shape.variant, spec.shape.exchange
+            for tokens in (1, spec.shared_width):
+                self._windows[tokens].graphs[key]
         ticket = self.results.reserve(spec)
         with self._stage_range:
             staged = self.staging.stage(spec)
@@ -356,14 +354,14 @@ class Executor:
 
     # ---- before the first step ----
 
-    def _parts_over(self, pool: CachePool) -> RoleParts:
+    def _parts_over(self, pool: CachePool) -> StepParts:
         caches = pool.allocate(self._model.cache_layout)
         memory = self.tables, self._ring, self.staging
         proposer = None
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
-        return RoleParts(
+        return StepParts(
             self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range
         )
 
@@ -372,10 +370,10 @@ class Executor:
         config, limits = self._config, self._config.limits
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
         scratch = self._parts_over(pool)
-        decode, prefill = DecodeRole(scratch), PrefillRole(scratch)
+        decode, prefill = RowStep(scratch), PackedStep(scratch)
         further = [make(scratch) for make in further_roles]
-        of_rows = [decode.rehearse, *(role.rehearse for role in further if not isinstance(role, PrefillRole))]
-        of_chunks = [*(role.rehearse for role in further if isinstance(role, PrefillRole)), prefill.rehearse]
+        of_rows = [decode.rehearse, *(role.rehearse for role in further if not isinstance(role, PackedStep))]
+        of_chunks = [*(role.rehearse for role in further if isinstance(role, PackedStep)), prefill.rehearse]
         # Chunks last: the others' kernels are compiled here while those of prefill attention may be on their way, and
         # no rank may use it before all have agreed which one runs.
         self._compile_ahead(*of_rows)
@@ -533,3 +531,7 @@ class Executor:
         measured = self._model.kernels.tune_seen(self._config.kernel_cache, self._config.share)
         if measured:
             log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)
+
+
+def _mixed_step(parts: StepParts, width: int) -> PackedStep:
+    return PackedStep(parts, DraftTokens(parts, width))

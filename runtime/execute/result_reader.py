@@ -295,8 +295,8 @@ class ResultReader:
         expected = ticket.sequence % self._ring.stamps
         if stamp != expected:
             raise ResultError(
-                f"result ring entry {ticket.entry} holds append {stamp}, step {ticket.spec.plan.step} is append {expected}: "
-                "the entry was overwritten before it was read, or a launched step appended nothing"
+                f"result ring entry {ticket.entry} holds append {stamp}, step {ticket.spec.plan.step} is append "
+                f"{expected}: the entry was overwritten before it was read, or a launched step appended nothing"
             )
 
     def _read_logprobs(self, ticket: Ticket, words: npt.NDArray[np.int32]) -> StepLogprobs | None:

@@ -39,7 +39,6 @@ SCRIPT: dict[str, Any] = {"rejection_sample_method": "synthetic", "synthetic_acc
 # Where a round asks for its kernels: the part of a step; or the module, the name that it asks by; and what answers.
 STEP_CHOICES = {
     "decode.kernels": triton_kernels,
-    "proposer.kernels": triton_kernels,
     "window.kernels": triton_window_kernels,
 }
 CHOICES = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.kernels.select import select_kernels
-from runtime.execute.role import RoleParts
+from runtime.execute.step.memory import StepParts
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.lives import live
 from tests.runtime.engine.test_second_role import LIMITS, DraftedDecode, arrivals, take_turns
@@ -27,7 +27,7 @@ def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) ->
     """In float32, against an engine that has the target alone."""
     made: list[DraftedDecode] = []
 
-    def make(parts: RoleParts) -> DraftedDecode:
+    def make(parts: StepParts) -> DraftedDecode:
         made.append(DraftedDecode(parts, TOY))
         return made[-1]
 

@@ -21,18 +21,17 @@ from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
-from runtime.execute.step.step_io import (
-    Gathered,
+from runtime.execute.step.commit import commit, commit_in_torch
+from runtime.execute.step.gather import (
     Packed,
+    Rows,
     gather_decode,
     gather_decode_in_torch,
     gather_packed,
     gather_packed_in_torch,
-    write_back,
-    write_back_in_torch,
+    gather_window_in_torch,
 )
 from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
-from runtime.execute.step.window_io import gather_window_in_torch
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -77,12 +76,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def _drawn(seed: int, gathered: Gathered) -> tuple[Draw, Verdict]:
+def _drawn(seed: int, gathered: Rows) -> tuple[Draw, Verdict]:
     """Tokens for the rows, some of them a stop id of the row; some rows without usable logits."""
     rng = np.random.default_rng(seed)
-    rows = len(gathered.token_B)
+    rows = len(gathered.rows_B)
     sampling = gathered.sampling
-    device = gathered.token_B.device
+    device = gathered.rows_B.device
     token_B = torch.from_numpy(rng.integers(0, 151_936, rows)).to(device)
     stops = torch.from_numpy(rng.random(rows) < 0.3).to(device)
     token_B = torch.where(stops, sampling.stop_ids[:, 0].to(torch.int64), token_B)
@@ -91,9 +90,9 @@ def _drawn(seed: int, gathered: Gathered) -> tuple[Draw, Verdict]:
     return draw, stop_check(draw.token_B, sampling, draw.ok_B)
 
 
-def _same_gathered(found: Gathered, wanted: Gathered) -> None:
+def _same_gathered(found: Rows, wanted: Rows) -> None:
     same(found.columns.records, wanted.columns.records, "records")
-    for part in ("page_table_BP", "kv_lengths_B", "token_B", "position_B", "kv_slots_B", "live_B"):
+    for part in ("page_table_BP", "kv_lengths_B", "tokens_BW", "position_BW", "kv_slots_BW", "live_BW"):
         same(getattr(found, part), getattr(wanted, part), part)
     for field in fields(found.sampling):
         same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
@@ -108,8 +107,8 @@ def _check_a_step(case: Case, seed: int) -> None:
     same_state(device, case)
     draw, verdict = _drawn(seed, wanted)
     moved = Draw(*(part.to(DEVICE) for part in draw)), Verdict(*(part.to(DEVICE) for part in verdict))
-    write_back(device.tables, device.ring, device.rows_B, gathered.columns, *moved)
-    write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
+    commit(device.tables, device.ring, gathered, *moved, 1)
+    commit_in_torch(case.tables, case.ring, wanted, draw, verdict, 1)
     same_state(device, case)
 
 
@@ -233,7 +232,7 @@ def test_log_probabilities_take_the_way_of_torch(calls: list[str]) -> None:
     draw, verdict = _drawn(0, gathered)
     values = torch.rand(3, 1, device=DEVICE)
     logprobs = TokenLogprobs(values[:, 0], verdict.count_B, verdict.count_B[:, None], values)
-    write_back(device.tables, device.ring, device.rows_B, gathered.columns, draw, verdict, logprobs)
+    commit(device.tables, device.ring, gathered, draw, verdict, 1, logprobs)
     assert calls == ["begin"]
     packed = device.ring.buffer_EX[0].cpu()
     assert packed[1:4].tolist() == draw.token_B.tolist()
@@ -252,17 +251,17 @@ def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> 
     draw, _ = _drawn(4, gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE))
     moved = Draw(*(part.cuda() for part in draw))
 
-    def verdict_of(gathered: Gathered, ok_B: Tensor) -> Verdict:
+    def verdict_of(gathered: Rows, ok_B: Tensor) -> Verdict:
         full_B = gathered.sampling.position + 1 >= gathered.sampling.max_length
         return Verdict(
-            (gathered.live_B & ok_B).to(torch.int32),
-            (gathered.live_B & full_B).to(torch.int32) * int(FinishReason.LENGTH),
+            (gathered.live_BW[:, 0] & ok_B).to(torch.int32),
+            (gathered.live_BW[:, 0] & full_B).to(torch.int32) * int(FinishReason.LENGTH),
         )
 
-    def step() -> Gathered:
+    def step() -> Rows:
         gathered = gather_decode(device.tables, device.rows_B, BLOCK_SIZE)
         verdict = verdict_of(gathered, moved.ok_B)
-        write_back(device.tables, device.ring, device.rows_B, gathered.columns, moved, verdict)
+        commit(device.tables, device.ring, gathered, moved, verdict, 1)
         return gathered
 
     stream = Stream()
@@ -279,7 +278,7 @@ def test_a_captured_graph_advances_the_same_state_and_never_syncs(rows: int) -> 
         graph.replay()
         wanted = gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
         verdict = verdict_of(wanted, draw.ok_B)
-        write_back_in_torch(case.tables, case.ring, case.rows_B, wanted.columns, draw, verdict)
+        commit_in_torch(case.tables, case.ring, wanted, draw, verdict, 1)
         torch.cuda.synchronize()
         _same_gathered(gathered, wanted)
         same_state(device, case)

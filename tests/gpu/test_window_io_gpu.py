@@ -18,16 +18,9 @@ from torch import Tensor
 from runtime.execute.proposer import Proposed
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
-from runtime.execute.step.proposer_feed import show_in_torch
+from runtime.execute.step.commit import Committed, commit, commit_in_torch, show_in_torch
+from runtime.execute.step.gather import Rows, gather_window, gather_window_in_torch
 from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
-from runtime.execute.step.window_io import (
-    Committed,
-    Window,
-    commit_window,
-    commit_window_in_torch,
-    gather_window,
-    gather_window_in_torch,
-)
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -86,7 +79,7 @@ def _proposed(case: Case, seed: int, width: int, *, tree: int = 0, limited: bool
     )
 
 
-def _drawn(seed: int, window: Window) -> tuple[Draw, Verdict]:
+def _drawn(seed: int, window: Rows) -> tuple[Draw, Verdict]:
     """Of three ids, the guess itself in most places, now and then a stop id of the row or unusable logits."""
     rng = np.random.default_rng(seed)
     rows, tokens = window.tokens_BW.shape
@@ -101,7 +94,7 @@ def _drawn(seed: int, window: Window) -> tuple[Draw, Verdict]:
     return draw, stop_check(draw.token_B, window.sampling, draw.ok_B)
 
 
-def _same_windows(found: Window, wanted: Window) -> None:
+def _same_windows(found: Rows, wanted: Rows) -> None:
     for part in ("page_table_BP", "kv_lengths_B", "tokens_BW", "position_BW", "kv_slots_BW", "live_BW"):
         same(getattr(found, part), getattr(wanted, part), part)
     for field in fields(found.sampling):
@@ -109,6 +102,8 @@ def _same_windows(found: Window, wanted: Window) -> None:
 
 
 def _same_committed(found: Committed, wanted: Committed) -> None:
+    assert found.shown is not None
+    assert wanted.shown is not None
     for ours, theirs in ((found.accepted, wanted.accepted), (found.shown, wanted.shown)):
         for name, one, other in zip(type(theirs)._fields, ours, theirs, strict=True):
             assert (one is None) == (other is None), name
@@ -126,8 +121,8 @@ def _check(case: Case, seed: int, width: int, **how: Any) -> Committed:
     _same_windows(window, wanted)
     same_state(device, case)
     draw, verdict = _drawn(seed, wanted)
-    found = commit_window(device.tables, device.ring, window, _moved(draw), _moved(verdict), width)
-    expected = commit_window_in_torch(case.tables, case.ring, wanted, draw, verdict, width)
+    found = commit(device.tables, device.ring, window, _moved(draw), _moved(verdict), width)
+    expected = commit_in_torch(case.tables, case.ring, wanted, draw, verdict, width)
     _same_committed(found, expected)
     same_state(device, case)
     return expected
@@ -214,9 +209,9 @@ def test_a_captured_window_advances_the_same_state_and_never_syncs(tree: int) ->
     draw, verdict = _drawn(4, gather_window_in_torch(case.tables, case.rows_B, columns, proposed, size, 4))
     moved = _moved(draw), _moved(verdict)
 
-    def step() -> tuple[Window, Committed]:
+    def step() -> tuple[Rows, Committed]:
         window = gather_window(device.tables, device.rows_B, device.tables.gather(device.rows_B), there, size, 4)
-        return window, commit_window(device.tables, device.ring, window, *moved, 4)
+        return window, commit(device.tables, device.ring, window, *moved, 4)
 
     stream = Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -240,7 +235,7 @@ def test_a_captured_window_advances_the_same_state_and_never_syncs(tree: int) ->
         graph.replay()
         columns = case.tables.gather(case.rows_B)
         wanted = gather_window_in_torch(case.tables, case.rows_B, columns, proposed, size, 4)
-        expected = commit_window_in_torch(case.tables, case.ring, wanted, draw, verdict, 4)
+        expected = commit_in_torch(case.tables, case.ring, wanted, draw, verdict, 4)
         torch.cuda.synchronize()
         _same_windows(found[0], wanted)
         _same_committed(found[1], expected)

@@ -63,7 +63,7 @@ def test_a_sweep_starts_without_torch() -> None:
     ("module", "kind", "said"),
     [
         (
-            "runtime.execute.step.row_graphs",
+            "runtime.execute.step.graphs",
             "CaptureError",
             "capturing the decode graph of 256 rows failed: out of memory. Lower --max-num-seqs",
         ),

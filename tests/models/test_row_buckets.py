@@ -7,20 +7,18 @@ import pytest
 from models.row_buckets import decode_ladder, every_bucket, power_of_two_from, product_bucket, token_ladder
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.launch_spec import MOST_SPLIT_TOKENS
-from runtime.execute.step.prefill_graphs import prefill_buckets
 
 
 @pytest.mark.parametrize("most", [1, 8, 100, 256, 1000])
 def test_the_ladders_are_those_of_the_runtime(most: int) -> None:
     """A bucket that a step is padded to, but that no product is keyed by, would run another bucket's kernels."""
     assert default_buckets(most) == decode_ladder(most)
-    assert prefill_buckets(most) == token_ladder(most)
 
 
 @pytest.mark.parametrize("most", [2048, DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"], 16384])
 def test_steps_with_chunks_are_few_graphs(most: int) -> None:
     """Keyed by all their tokens alone, with split keys once more for short ones: by rows as well they were hundreds."""
-    buckets = prefill_buckets(most)
+    buckets = token_ladder(most)
     assert len(buckets) + len([tokens for tokens in buckets if tokens <= MOST_SPLIT_TOKENS]) <= 64
 
 

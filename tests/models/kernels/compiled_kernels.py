@@ -46,7 +46,7 @@ from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
 from runtime.execute.step import step_io_triton, window_io_triton
-from runtime.execute.step.prefill import shorter_prefills
+from runtime.execute.step.packed_step import shorter_prefills
 from runtime.speculate import draft_triton, likeliest_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.gpu.expert_cases import share_of

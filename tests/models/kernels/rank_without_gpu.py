@@ -35,15 +35,15 @@ from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling import logprobs, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
-from runtime.execute.step import step_io_kernels
-from runtime.execute.step.prefill_graphs import Lengths
+from runtime.execute.step.memory import ExecutorConfig, StepParts
+from runtime.execute.step.packed_step import Lengths
+from runtime.execute.step.step_io_kernels import triton_kernels as step_kernels
 from runtime.schedule.config import StepLimits
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels, nvidia_kernels
@@ -85,7 +85,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
         module.unsupported = lambda device: None
     for module in modules[3:]:
         module.kernels_for = lambda tensor: triton_kernels()
-    plant(pytest.MonkeyPatch(), lambda *_: step_io_kernels.triton_kernels(), part="decode.kernels")
+    plant(pytest.MonkeyPatch(), lambda *_: step_kernels(), part="decode.kernels")
 
 
 class _NoCublasLt:
@@ -190,7 +190,7 @@ class Rank:
         caches = pool.allocate(self.model.cache_layout)
         self._kv = pool.paged
         sizes = ExecutorConfig(limits, BUCKETS, memory_fraction=0.9, num_blocks=63, agree_min=int)
-        parts = RoleParts(device, self.model, caches, pool, slots, ring, staging, sizes)
+        parts = StepParts(device, self.model, caches, pool, slots, ring, staging, sizes)
         self._decode, self._prefill = make_decode_step(parts), make_prefill_step(parts)
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:

@@ -89,12 +89,12 @@ def paths_in_turn(monkeypatch: pytest.MonkeyPatch, *, replayed_first: bool) -> N
     resolve, steps = LaunchResolver._resolve, count(0 if replayed_first else 1)
 
     def in_turn(resolver: LaunchResolver, plan: StepPlan, agreed: LaunchNeeds | None) -> LaunchSpec:
-        ladders = resolver._ladders
+        sizes = resolver._sizes
         if plan.chunks and next(steps) % 2:
-            resolver._ladders = replace(ladders, prefill=())
+            resolver._sizes = replace(sizes, prefill=())
         try:
             return resolve(resolver, plan, agreed)
         finally:
-            resolver._ladders = ladders
+            resolver._sizes = sizes
 
     monkeypatch.setattr(LaunchResolver, "_resolve", in_turn)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from runtime.execute.proposer import Observed, Proposed
-from runtime.execute.role import MakeRole, Role, RoleParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.execute.step.memory import MakeRole, Role, StepParts
 from runtime.schedule.request import Request
 from tests.plant import make_window_step
 
@@ -24,7 +24,7 @@ class ReplayProposer:
     layers = ()
     reads_hidden = False
 
-    def __init__(self, parts: RoleParts, script: Mapping[int, Sequence[int]], right: int, limited: bool) -> None:
+    def __init__(self, parts: StepParts, script: Mapping[int, Sequence[int]], right: int, limited: bool) -> None:
         seeds, longest = max(script) + 1, max(map(len, script.values()))
         table = torch.zeros(seeds, longest, dtype=torch.int64)
         for seed, tokens in script.items():
@@ -71,7 +71,7 @@ def window_roles(
     """A role for each width but 1, which decode serves."""
 
     def maker(width: int) -> MakeRole:
-        def make(parts: RoleParts) -> Role:
+        def make(parts: StepParts) -> Role:
             return make_window_step(parts, width, ReplayProposer(parts, script, right, limited))
 
         return make

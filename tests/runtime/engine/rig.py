@@ -27,8 +27,8 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_buckets
 from runtime.execute.proposer import MakeProposer
-from runtime.execute.role import ExecutorConfig, MakeRole
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.step.memory import ExecutorConfig, MakeRole
 from runtime.gc_freeze import freeze_heap
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter

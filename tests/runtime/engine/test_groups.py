@@ -454,7 +454,12 @@ def test_a_plan_is_launched_as_it_was_digested() -> None:
         spec = joined(plan, (0, 5, *IDLE[2:]), captured=CAPTURED)
         assert spec is not None
         assert spec.plan is plan
-        assert (plan.kind, spec.kind, spec.role, spec.shape.label) == (StepKind.DECODE, StepKind.MIXED, "prefill", "mixed")
+        assert (plan.kind, spec.kind, spec.role, spec.shape.label) == (
+            StepKind.DECODE,
+            StepKind.MIXED,
+            "prefill",
+            "mixed",
+        )
 
 
 def test_a_captured_step_holds_the_rows_of_groups_that_decode() -> None:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, Undecided
+from models.row_buckets import token_ladder
 from runtime.build import _schedule, _windows_beside
 from runtime.config import EngineConfig
 from runtime.execute import executor
 from runtime.execute.device.cpu_twin import TwinGraph
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.step.prefill_graphs import prefill_buckets
-from runtime.execute.step.step_io import Packed
+from runtime.execute.step.gather import Packed
 from runtime.schedule.chain import Flight
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind, StepOutput, StepPlan, StepResult
@@ -80,7 +80,9 @@ def widths(life: Life) -> Counter[int]:
 def test_answers_are_those_of_single_tokens(width: int, depth: int, buckets: tuple[int, ...]) -> None:
     life = beside(width, depth=depth, prefill_buckets=buckets)
     assert widths(life)[width] > 3
-    assert all(bool(spec.shape.proposing) is (spec.plan.kind is StepKind.MIXED and spec.shape.width > 1) for spec in life.specs)
+    assert all(
+        bool(spec.shape.proposing) is (spec.plan.kind is StepKind.MIXED and spec.shape.width > 1) for spec in life.specs
+    )
     assert life.counters["forks"] > 0
     if depth:
         unbroken(life)
@@ -213,7 +215,9 @@ def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, 
     life = narrower(depth=depth, prefill_buckets=buckets)
     assert min(widths(life)[width] for width in (2, 4, 8)) > 2
     mixed = [spec for spec in life.specs if spec.plan.kind is StepKind.MIXED and spec.shape.width > 1]
-    assert {(spec.role, spec.shape.width) for spec in mixed} == {(f"mixed window of {width}", width) for width in (2, 4, 8)}
+    assert {(spec.role, spec.shape.width) for spec in mixed} == {
+        (f"mixed window of {width}", width) for width in (2, 4, 8)
+    }
     assert any(spec.captured for spec in mixed) is bool(buckets)
     assert life.counters["forks"] > 0
     assert life.counters["spec_num_accepted_tokens"] > 20
@@ -244,8 +248,7 @@ def test_two_ranks_give_what_one_gives_with_narrower_windows(buckets: tuple[int,
 
 
 def test_roles_of_all_widths_have_what_a_step_may_choose() -> None:
-    """Graphs for each number of tokens in which a row has room, tables of their own; and one memory for what does not
-    outlive a step."""
+    """Graphs for each number of tokens in which a row has room, and one memory for what does not outlive a step."""
     keys = {"method": "synthetic", "num_speculative_tokens": 7, "synthetic_acceptance_length": 2.0}
     how: dict[str, Any] = {"proposer": proposer_for(speculative_config(keys)), "shape": FAMILIES["qwen3.5"]}
     rule = Speculation(8, mixed_percent=100, **NARROWER)
@@ -253,12 +256,12 @@ def test_roles_of_all_widths_have_what_a_step_may_choose() -> None:
         roles: list[Any] = [one for one in engine.executor._roles.values() if one.name.startswith("mixed window")]
         assert [(role.name, role.width) for role in roles] == [(f"mixed window of {w}", w) for w in (8, 4, 2)]
         for role in roles:
-            assert role.graphs.buckets == tuple(size for size in (2, 4, 7, 16, 40) if size >= role.width)
-            assert role._guesses_SQ.shape[1] == role.width - 1
-            assert {len(made) for made in role._made.values()} == {engine.executor.staging.max_rows * role.width}
-        for places in zip(*(role._made.values() for role in roles), strict=True):
+            assert role.buckets == tuple(size for size in (2, 4, 7, 16, 40) if size >= role.width)
+            assert role.decode.tokens_SQ.shape[1] == role.width - 1
+            assert {len(made) for made in role.decode.made.values()} == {engine.executor.staging.max_rows * role.width}
+        for places in zip(*(role.decode.made.values() for role in roles), strict=True):
             assert len({made.data_ptr() for made in places}) == 1
-        assert len({role._guesses_SQ.data_ptr() for role in roles}) == len(roles)
+        assert len({role.decode.tokens_SQ.data_ptr() for role in roles}) == 1
 
 
 # ---- trees ----
@@ -513,7 +516,7 @@ def test_a_start_with_more_window_tokens_than_a_step_holds_serves(tokens: int, e
     executor: Any = SimpleNamespace(restores_prefixes=True, sizing=SimpleNamespace(num_blocks=10_000), snapshots=0)
     schedule = _schedule(config, config.step_limits(4096, 4), executor)
     assert replace(schedule, widths=(1,)).widths == (1,)
-    buckets = prefill_buckets(config.max_prefill_tokens)
+    buckets = token_ladder(config.max_prefill_tokens)
     made = replace(schedule, mixed=MixedSteps(buckets=buckets), speculation=Speculation(1 + tokens, mixed_percent=50))
     assert made.mixed is not None
 

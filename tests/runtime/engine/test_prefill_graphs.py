@@ -17,17 +17,18 @@ import pytest
 import torch
 
 from models.registry import ARCHITECTURES
+from models.row_buckets import token_ladder
 from runtime.engine import Engine
 from runtime.execute import launch_spec
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.step.prefill_graphs import prefill_buckets
+from runtime.execute.step.memory import StepMemory
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
-from tests.plant import Op, make_prefill_graphs, plant, plant_replay
+from tests.plant import Op, make_prefill_step, plant, plant_replay
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -139,9 +140,10 @@ def test_without_attention_for_it_on_every_rank_nothing_is_captured() -> None:
     """``agree_min`` says what the least able rank can do."""
     with rig(prefill_buckets=BUCKETS) as engine:
         role = engine.executor.prefill
-        assert role.graphs.captured == 2 * len(BUCKETS), "those with split keys, too"
-        parts = replace(role._parts, config=replace(role._parts.config, agree_min=lambda mine: 0))
-        other = make_prefill_graphs(role, parts)
+        assert role.captured == 2 * len(BUCKETS), "those with split keys, too"
+        config = replace(role._parts.config, agree_min=lambda mine: 0)
+        parts = replace(role._parts, config=config, memory=StepMemory())
+        other = make_prefill_step(parts)
         other.warm_up()
         assert other.captured == 0
         run(engine, [request(0, range(5))])
@@ -251,7 +253,7 @@ def test_a_table_that_does_not_end_behind_its_tiles_is_found(monkeypatch: pytest
 
 @pytest.mark.parametrize("most", [1, 32, 33, 64, 1000, 1024, 5000, 8192, 32_768])
 def test_buckets_waste_little(most: int) -> None:
-    buckets = prefill_buckets(most)
+    buckets = token_ladder(most)
     assert len(buckets) <= 64, "each is a graph"
     assert buckets == tuple(sorted(set(buckets)))
     assert buckets[-1] == most

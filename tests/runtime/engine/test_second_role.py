@@ -7,6 +7,7 @@ blocks, with a cache of its own, and then the target decodes. Odd steps are its,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +16,14 @@ from torch import Tensor
 
 from models.cache_layout import CacheLayout, PagedKV
 from models.config import ModelConfig
-from models.inputs import DecodeAttention, StepInputs
 from models.kernels.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
-from runtime.execute.role import RoleParts, Trial
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.step.step_io import gather_decode
+from runtime.execute.step.gather import gather_decode
+from runtime.execute.step.memory import StepParts, Trial
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.request import Request
 from tests.plant import make_decode_step, make_row_graphs
@@ -39,7 +39,7 @@ class DraftedDecode:
 
     name = "drafted decode"
 
-    def __init__(self, parts: RoleParts, toy: Mapping[str, object] = SMALL) -> None:
+    def __init__(self, parts: StepParts, toy: Mapping[str, object] = SMALL) -> None:
         self.steps = 0
         self._parts = parts
         device = parts.device.torch_device
@@ -72,11 +72,11 @@ class DraftedDecode:
         self.graphs.warm_up(self._parts.config.warm_variants)
 
     def trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
-        return [self.graphs.rehearsal(bucket, variant)]
+        return [partial(self.graphs.rehearse, bucket, variant)]
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.steps += 1
-        self.graphs.get(spec.shape.rows, spec.shape.variant, spec.shape.exchange).replay()
+        self.graphs[spec.shape.rows, spec.shape.variant, spec.shape.exchange].replay()
 
     def _both(self, rows_B: Tensor, variant: SamplingVariant, exchange_rows: int) -> None:
         self._guess(rows_B)
@@ -85,10 +85,7 @@ class DraftedDecode:
     def _guess(self, rows_B: Tensor) -> None:
         """One step of the toy model over the rows, as it would draft their next tokens."""
         size = self._parts.limits.block_size
-        rows = gather_decode(self._parts.tables, rows_B, size)
-        longest = rows.page_table_BP.shape[1] * size
-        attention = DecodeAttention(rows.page_table_BP, rows.kv_lengths_B, 1, longest)
-        inputs = StepInputs(rows.token_B, rows.position_B, rows.kv_slots_B, attention, real_T=rows.live_B)
+        inputs = gather_decode(self._parts.tables, rows_B, size).inputs(size)
         logits_BV = self._toy.logits(self._toy.forward(inputs, self._toy_caches))
         self.guesses_N[: len(rows_B)].copy_(logits_BV.argmax(1))
 
@@ -107,7 +104,7 @@ def arrivals() -> tuple[list[Request], dict[int, list[Request]]]:
 def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) -> None:
     made: list[DraftedDecode] = []
 
-    def make(parts: RoleParts) -> DraftedDecode:
+    def make(parts: StepParts) -> DraftedDecode:
         made.append(DraftedDecode(parts))
         return made[-1]
 

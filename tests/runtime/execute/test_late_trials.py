@@ -25,11 +25,11 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import MemoryInfo
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
-from runtime.execute.role import Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import SlotColumns, SlotTables
-from runtime.execute.step.step_io import Gathered
+from runtime.execute.step.gather import Rows
+from runtime.execute.step.memory import Trial
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
@@ -102,8 +102,8 @@ class Trials:
         def name_of(trial: Any) -> str:
             owner = trial.func.__self__
             self.variants.add(trial.args[1])
-            of_tail = getattr(getattr(owner, "_work", None), "__self__", None)
-            return str(owner.name) if of_tail is None else f"{of_tail._work.name} {owner.name}"
+            of_tail = getattr(getattr(owner, "work", None), "__self__", None)
+            return str(owner.name) if of_tail is None else f"{of_tail.name} {owner.name}"
 
         def search(executor: Executor) -> SamplingVariant:
             nonlocal searching
@@ -213,9 +213,7 @@ def left_behind(executor: Executor) -> dict[str, Any]:
         "results": asdict(executor.results.counters),
         "fallbacks": dict(executor.fallbacks.counts),
         "captures": executor.device.captures,
-        "graphs": [
-            (asdict(graphs.counters), dict(graphs.late), set(graphs._graphs)) for graphs in executor._row_graphs
-        ],
+        "graphs": [(asdict(graphs.counters), dict(graphs.late), set(graphs)) for graphs in executor._row_graphs],
     }
 
 
@@ -264,13 +262,14 @@ def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, mo
     assert left == []
 
 
-def not_gathered(_: Op, tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> Gathered:
+def not_gathered(_: Op, tables: SlotTables, rows_B: torch.Tensor, block_size: int) -> Rows:
     """As compile_ahead has it on a GPU: the kernel is not launched, and what it would fill is zero."""
     longs, ints = torch.zeros_like(rows_B), torch.zeros_like(rows_B, dtype=torch.int32)
     no = torch.zeros_like(rows_B, dtype=torch.bool)
     columns = SlotColumns(torch.zeros(len(rows_B), tables.record_words, dtype=torch.int32), tables.stop_ids)
     pages = torch.zeros(len(rows_B), tables.max_blocks, dtype=torch.int32)
-    return Gathered(columns, columns.sampling_at(longs, no), pages, ints, longs, longs, longs, no)
+    zeros = longs[:, None]
+    return Rows(rows_B, columns, columns.sampling_at(longs, no), pages, ints, zeros, zeros, zeros, no[:, None])
 
 
 def test_rehearsals_without_kernels_leave_no_padding_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Steps:
         rows, width = torch.arange(spec.shape.rows), torch.arange(spec.shape.width)
         tokens = spec.plan.step * 100 + rows[:, None] * 10 + width
         parts = None
-        if (logprobs := spec.logprobs) is not None:
+        if (logprobs := spec.shape.variant.reported) is not None:
             chosen = -tokens.to(torch.float32) / 8
             top = chosen[..., None].expand(-1, -1, logprobs) - 1
             parts = TokenLogprobs(chosen, (tokens + 1).to(torch.int32), top.to(torch.int32), top.contiguous())

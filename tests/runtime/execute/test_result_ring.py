@@ -20,10 +20,10 @@ from runtime.execute.result_ring import ResultRing, ResultShape
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
-from runtime.execute.step.row_graphs import CaptureError
-from runtime.execute.step.step_io import write_back
+from runtime.execute.step.commit import commit
+from runtime.execute.step.gather import Rows, gather_decode_in_torch, gather_window_in_torch
+from runtime.execute.step.graphs import CaptureError
 from runtime.execute.step.step_io_kernels import StepKernels, WindowKernels
-from runtime.execute.step.window_io import Window, commit_window, gather_window_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same_state
 from tests.plant import make_row_graphs, plant
 from tests.runtime.execute.plans import decode_step
@@ -179,7 +179,7 @@ def drawn(tokens: int) -> Drawn:
     return Drawn(Draw(counts.to(torch.int64), counts > 0), Verdict(counts, counts - 1))
 
 
-def window_of(case: Case, width: int) -> Window:
+def window_of(case: Case, width: int) -> Rows:
     proposed = Proposed(torch.zeros(len(case.rows_B), width - 1, dtype=torch.int64))
     columns = case.tables.gather(case.rows_B)
     return gather_window_in_torch(case.tables, case.rows_B, columns, proposed, BLOCK_SIZE, width)
@@ -197,7 +197,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def change(window: Window, **fields: Any) -> Window:
+def change(window: Rows, **fields: Any) -> Rows:
     return replace(window, **{name: made(getattr(window, name)) for name, made in fields.items()})
 
 
@@ -231,7 +231,7 @@ def test_a_window_of_other_shapes_is_not_committed(
     case = random_case(1, rows=4, blocks=3, width=5)
     before, window = case.on("cpu"), change(window_of(case, 3), **changed)
     with pytest.raises(ValueError, match=message):
-        commit_window(case.tables, case.ring, window, *parts, width)
+        commit(case.tables, case.ring, window, *parts, width)
     same_state(case, before)
 
 
@@ -240,32 +240,39 @@ def test_a_window_that_an_entry_cannot_hold_is_not_committed(path: str, rows: in
     case, small = random_case(1, rows=4, blocks=3, width=5), random_case(1, rows=4, blocks=3, width=5).ring
     small.room = ResultShape(rows, width, 1)
     with pytest.raises(ValueError, match=f"4 rows x 3 tokens, .* the ring has room for {rows} rows x {width} tokens"):
-        commit_window(case.tables, small, window_of(case, 3), *drawn(12), 3)
+        commit(case.tables, small, window_of(case, 3), *drawn(12), 3)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (drawn(5), r"results of 4 rows with tokens \[5\] instead of \[4\], counts \[5\] .*, finish \[5\] "),
-        (drawn(4)._replace(verdict=verdict_of(1, 4)), r"results of 4 rows with counts \[1\] instead of \[4\]$"),
-        (drawn(4)._replace(verdict=verdict_of(4, 3)), r"results of 4 rows with finish \[3\] instead of \[4\]$"),
+        (drawn(5), r"results of 4 rows x 1 tokens with draws \[5\] instead of \[4\], counts \[5\] .*, finish \[5\] "),
+        (
+            drawn(4)._replace(verdict=verdict_of(1, 4)),
+            r"results of 4 rows x 1 tokens with counts \[1\] instead of \[4\]$",
+        ),
+        (
+            drawn(4)._replace(verdict=verdict_of(4, 3)),
+            r"results of 4 rows x 1 tokens with finish \[3\] instead of \[4\]$",
+        ),
     ],
     ids=["tokens", "counts", "finish"],
 )
 def test_draws_of_other_rows_are_not_written_back(path: str, parts: Drawn, message: str) -> None:
     case = random_case(1, rows=4, blocks=3)
-    before, columns = case.on("cpu"), case.tables.gather(case.rows_B)
+    before, rows = case.on("cpu"), gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
     with pytest.raises(ValueError, match=message):
-        write_back(case.tables, case.ring, case.rows_B, columns, *parts)
+        commit(case.tables, case.ring, rows, *parts, 1)
+    others = replace(rows, columns=case.tables.gather(case.rows_B[1:]))
     with pytest.raises(ValueError, match=r"with lengths \[3\] instead of \[4\]$"):
-        write_back(case.tables, case.ring, case.rows_B, case.tables.gather(case.rows_B[1:]), *drawn(4))
+        commit(case.tables, case.ring, others, *drawn(4), 1)
     same_state(case, before)
 
 
 def test_rows_that_an_entry_cannot_hold_are_not_written_back(path: str) -> None:
     case = random_case(1, rows=4, blocks=3)
     case.ring.room = ResultShape(3, 1, 1)
-    before, columns = case.on("cpu"), case.tables.gather(case.rows_B)
+    before, rows = case.on("cpu"), gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
     with pytest.raises(ValueError, match=r"results of 4 rows x 1 tokens, .* the ring has room for 3 rows x 1 tokens"):
-        write_back(case.tables, case.ring, case.rows_B, columns, *drawn(4))
+        commit(case.tables, case.ring, rows, *drawn(4), 1)
     same_state(case, before)

@@ -20,9 +20,9 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.result_ring import NO_APPEND, ResultRing
-from runtime.execute.role import Trial
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.slot_state import SlotTables
+from runtime.execute.step.memory import Trial
 
 BUCKETS = (1, 4, 8)
 A_ROW = 10  # bytes that a token's logits take

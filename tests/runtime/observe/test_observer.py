@@ -178,7 +178,9 @@ def watched(make: Make, requests: list[Request], **limits: Unpack[RigLimits]) ->
     found, launch, submit = Watched(), Executor.launch, TwinStream.submit
 
     def launched(self: Executor, spec: LaunchSpec) -> None:
-        found.launches.append((spec.shape.label, spec.shape.rows, spec.shape.width, spec.shape.proposing, spec.captured, spec.shape.variant))
+        shape = spec.shape
+        drafts = shape.width, shape.proposing
+        found.launches.append((shape.label, shape.rows, *drafts, spec.captured, shape.variant))
         launch(self, spec)
 
     def submitted(self: TwinStream, work: Work) -> None:

@@ -29,10 +29,9 @@ from models.registry import model_class
 from parallel.comm.collectives import SingleRank
 from runtime.execute.executor import Executor
 from runtime.execute.staging import Chunks, Staging
-from runtime.execute.step.decode import DecodeRole
-from runtime.execute.step.mixed_window import MixedWindowRole
-from runtime.execute.step.prefill import PrefillRole
-from runtime.execute.step.window import WindowRole
+from runtime.execute.step.drafts import DraftTokens
+from runtime.execute.step.packed_step import DecodeTokens
+from runtime.execute.step.row_step import RowStep
 from tests.tools.diagrams import drawn
 from tests.tools.diagrams.drawn import DOCS
 
@@ -102,12 +101,11 @@ COPIES = {  # what Staging.apply calls, in its order
 AFTER = {  # what Executor._copy_behind calls
     "copy_states": ("forked answer, snapshot", "after the step", "its row, from that of the prompt's slot"),
 }
-PASSES: tuple[tuple[str, Callable[..., Any]], ...] = (  # functions that make a step's StateRows
-    ("decode", DecodeRole.decode),
-    ("prefill chunks, with decode rows", PrefillRole.state_rows),
-    ("windows, trees", WindowRole.decode),
-    ("mixed step with windows: forward", MixedWindowRole.state_rows),
-    ("mixed step with windows: tail", MixedWindowRole.finish),
+PASSES: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...] = (  # functions, and the steps of their StateRows
+    (("decode", "windows, trees", "windows, trees"), RowStep.decode),
+    (("prefill chunks, with decode rows",), DecodeTokens.state_rows),
+    (("mixed step with windows: forward",), DraftTokens.state_rows),
+    (("mixed step with windows: tail",), DraftTokens.finish),
 )
 
 
@@ -118,8 +116,8 @@ def writer_table() -> str:
         if missing := meanings.keys() - set(called):
             raise ValueError(f"{function.__qualname__} does not call {', '.join(sorted(missing))}")
         rows += [f"| {' | '.join(meanings[name])} |" for name in called]
-    for step, function in PASSES:
-        for made in state_rows_of(function):
+    for steps, function in PASSES:
+        for step, made in zip(steps, state_rows_of(function), strict=True):
             rows.append(f"| {step} | `{function.__qualname__}`: {_named(made)} | {writes(made)} |")
     return "\n".join(rows)
 
@@ -134,8 +132,8 @@ def state_rows_of(function: Callable[..., Any]) -> list[frozenset[str]]:
         removed = {keyword.arg or "" for keyword in call.keywords if _is_none(keyword.value)}
         if name == "StateRows":
             found.append(frozenset([*every[: len(call.args)], *given]))
-        elif name == "state_rows":
-            found += state_rows_of(Chunks.state_rows)
+        elif name in ("state_rows", "slot_state"):
+            found += state_rows_of(Chunks.state_rows if name == "state_rows" else RowStep.slot_state)
         elif name == "replace" and found and given <= set(every):
             made = (found[-1] | given) - removed
             found = [*found[:-1], made] if "kept_B" not in made else [*found, made]  # of one pass, or of a further one

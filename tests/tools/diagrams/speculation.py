@@ -16,28 +16,29 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.execute.proposer import guesses_for
+from runtime.execute.step.row_step import RowStep
 from runtime.execute.step.tail import Tail
-from runtime.execute.step.window import WindowRole
 from tests.tools.diagrams import drawn
 from tests.tools.diagrams.drawn import DOCS
 
 DOCUMENT = DOCS / "speculation.md"
 _PARTS: dict[str, Callable[..., object]] = {  # calls that contain stages
     "guesses_for": guesses_for,
-    "finish_window": Tail.finish_window,
+    "_gather": RowStep._gather,
+    "finish": Tail.finish,
 }
 STAGES = {  # by the call: the stage, and what it does
     "propose": ("propose", "W - 1 draft tokens per row, from the drafter's state by slot"),
     "gather_window": ("gather", "last token and draft tokens, positions, KV slots"),
     "forward": ("verify", "target forward pass over W tokens of every row"),
     "_draw": ("sample", "the target's token at every position"),
-    "commit_window": (
+    "commit": (
         "accept",
         "draft tokens that equal the samples, and one more token; write token, length, end and history by slot; append "
         "to the result ring",
     ),
     "move_path": ("compact", "draft trees: move the KV of the accepted path to a chain's positions"),
-    "show_window": ("observe", "hidden states of the accepted tokens, to the drafter"),
+    "show": ("observe", "hidden states of the accepted tokens, to the drafter"),
 }
 
 
@@ -55,7 +56,7 @@ def calls(function: Callable[..., Any]) -> list[str]:
 def stages() -> list[str]:
     """Stages of one verification step, in order. ValueError if the code lacks the call of a stage."""
     names: list[str] = []
-    for name in calls(WindowRole.decode):
+    for name in calls(RowStep.decode):
         names += calls(_PARTS[name]) if name in _PARTS else [name]
     found = [name for name in names if name in STAGES]
     if missing := STAGES.keys() - set(found):

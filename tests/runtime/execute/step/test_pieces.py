@@ -9,7 +9,7 @@ import torch
 
 from models.inputs import PIECE
 from runtime.execute.staging import Chunks
-from runtime.execute.step.step_io import Packed, pieces_of
+from runtime.execute.step.gather import Packed, pieces_of
 
 MOST, PAGES = 16, 5
 
@@ -45,8 +45,10 @@ def test_pieces_are_those_of_a_plain_loop(seed: int) -> None:
         for offset in range(0, count, PIECE):
             new = min(PIECE, count - offset)
             expected.append((row, ends[row] - count + offset, new, start + offset + new))
-    found = pieces_of(staged, packed, table, MOST)
+    found = pieces_of(staged, packed, table, MOST, 4096)
     live = min(MOST, len(expected))
+    assert found.starts_B is not None
+    assert found.queries_B is not None
     assert found.starts_B[:live].tolist() == [start for _, start, _, _ in expected][:MOST]
     assert found.queries_B[:live].tolist() == [new for _, _, new, _ in expected][:MOST]
     assert found.kv_lengths_B[:live].tolist() == [known for _, _, _, known in expected][:MOST]

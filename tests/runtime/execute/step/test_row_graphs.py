@@ -48,7 +48,7 @@ def test_memory_that_runs_out_at_a_capture_names_the_bucket_and_the_options(rows
 def test_the_cost_of_all_graphs_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     variants = (SamplingVariant(), SamplingVariant(random=True))
     with (
-        caplog.at_level(logging.INFO, "runtime.execute.step.row_graphs"),
+        caplog.at_level(logging.INFO, "runtime.execute.step.graphs"),
         rig(rows=4, buckets=BUCKETS, device=SmallDevice(), variants=variants) as engine,
     ):
         counters = engine.executor.decode.graphs.counters
@@ -63,7 +63,7 @@ def test_a_variant_that_nobody_warmed_up_is_captured_once_a_bucket_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     late = [request(i, (5, 6, 7 + i), temperature=1.0, max_tokens=3) for i in range(2)]
-    with rig(rows=4, buckets=BUCKETS) as engine, caplog.at_level(logging.INFO, "runtime.execute.step.row_graphs"):
+    with rig(rows=4, buckets=BUCKETS) as engine, caplog.at_level(logging.INFO, "runtime.execute.step.graphs"):
         run(engine, late)
         assert (
             engine.counters["graph_captures_after_warmup"] == engine.executor.decode.graphs.counters.after_warmup == 1

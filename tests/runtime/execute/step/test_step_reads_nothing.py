@@ -26,13 +26,13 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.packing import Changes
 from runtime.execute.proposer import MakeProposer, Proposed, ProposerParts
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.role import ExecutorConfig, RoleParts
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks, apply_changes
-from runtime.execute.step.prefill_graphs import Lengths
+from runtime.execute.step.memory import ExecutorConfig, StepParts
+from runtime.execute.step.packed_step import Lengths
 from runtime.schedule.config import StepLimits
 from runtime.speculate.synthetic import AnyTokens
 from runtime.speculate.tree import branching
@@ -111,11 +111,11 @@ class Parts:
         self.ring = ResultRing(device, entries=5, rows=8, width=3, max_logprobs=20)
         limits = StepLimits(8, 16, BLOCK, 8 * BLOCK - 1)
         sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
-        parts = RoleParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
+        parts = StepParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
         self.decode, self.prefill = make_decode_step(parts), make_prefill_step(parts)
         self._parts = parts
 
-    def with_windows(self, make: MakeProposer, tree: int) -> RoleParts:
+    def with_windows(self, make: MakeProposer, tree: int) -> StepParts:
         parts = self._parts
         staging = SimpleNamespace(padded_chunks=lambda rows: Chunks(*[integers(rows)] * 7), max_rows=8)
         limits = replace(parts.limits, width=3, tree=tree)
@@ -175,11 +175,11 @@ def test_windows_beside_chunks(
 ) -> None:
     parts = Parts(shape)
     role = make_mixed_step(parts.with_windows(make, tree))
-    tokens, rows = integers(20 + 2 * role.row_tokens), integers(4)
+    tokens, rows = integers(20 + 2 * role.decode.tokens), integers(4)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
-        role.propose(2, features)
-        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 2 * role.row_tokens), features)
+        role.decode.propose(2, features)
+        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 2 * role.decode.tokens), features)
 
 
 def test_what_a_plan_changes() -> None:
