@@ -57,9 +57,9 @@ CPU_KV_BYTES = 896 << 20  # of the 1 GiB that the twin counts; a CPU shares its 
 class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
-    ``further_roles`` serve plans before decode and prefill are asked. With a ``proposer``, decode steps may have the
-    limits' width and the config's narrower ones, too, and the tables keep the tokens of every slot. ``compiling``:
-    called with the kernels that are compiled and those that are to be, several times from 0.
+    ``further_roles`` are asked first whether they run a plan. With a ``proposer``, decode steps may have the limits'
+    width and the config's narrower ones, and the tables keep the tokens of every slot. ``compiling`` is called with the
+    number of kernels that are compiled and of those that will be, several times from 0.
     """
 
     def __init__(
@@ -83,18 +83,17 @@ class Executor:
         self._model = model
         self._make_proposer = proposer
         self._compiling = compiling
-        widths = () if proposer is None else (limits.width, *config.narrower)
+        self._further_roles = further_roles
+        self._widths = widths = () if proposer is None else (limits.width, *config.narrower)
         # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
         drafts = bool(widths) and config.mixed_windows and config.mixed
         drafts = drafts and not (limits.tree and model.cache_layout.has_slot_state)
-        self._config = config = replace(config, mixed_windows=drafts)
-        further_roles = (*further_roles, *(partial(RowStep, width=width) for width in widths))
-        if drafts:
-            further_roles = (*further_roles, *(partial(_mixed_step, width=width) for width in widths))
-        elif widths and config.windows and config.exchanges and config.prefill_buckets:
+        config = replace(config, mixed_windows=drafts)
+        if widths and not drafts and config.windows and config.exchanges and config.prefill_buckets:
             # All groups replay packed steps together, and here a group with draft windows could not.
             slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
-            self._config = config = replace(config, prefill_buckets=(), slower=slower)
+            config = replace(config, prefill_buckets=(), slower=slower)
+        self._config = config
         self.fallbacks = Fallbacks()
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
@@ -117,7 +116,7 @@ class Executor:
             max_logprobs=MAX_TOP_LOGPROBS,
             direct=step_kernels.kernels_write_results(self.tables.columns.records),
         )
-        self.sizing = self._size(further_roles)
+        self.sizing = self._size()
         self.pool = CachePool(
             device,
             block_size=limits.block_size,
@@ -127,13 +126,13 @@ class Executor:
         )
         self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
         self.staging.on_forked = self.pool.fork
-        parts = self._parts_over(self.pool)
-        self.decode, self.prefill = RowStep(parts), PackedStep(parts)
-        roles: tuple[Role, ...] = (*(make(parts) for make in further_roles), self.decode, self.prefill)
-        self._warm_up(roles[:-2])
-        self.pool.warm_up_copies()
+        roles = self._make_roles(self.pool)
         self._roles = {role.name: role for role in roles}
-        self._windows = {role.tokens: role for role in roles if isinstance(role, RowStep)}  # by what a row brings
+        self._packed = [role for role in roles if isinstance(role, PackedStep)]
+        self._rows = {role.tokens: role for role in roles if isinstance(role, RowStep)}  # by tokens of a row
+        self.decode, self.prefill = self._rows[1], self._packed[-1]
+        self._warm_up(roles)
+        self.pool.warm_up_copies()
         sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
         self._resolver = LaunchResolver(sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
@@ -144,22 +143,21 @@ class Executor:
         self._count_standing_fallbacks()
         self.count_from_here()
 
-    def _warm_up(self, further_roles: Sequence[Role]) -> None:
-        """Steps with chunks first: what all graphs share is cut for the largest tensors, and the others fit in between.
+    def _warm_up(self, roles: Sequence[Role]) -> None:
+        """Packed steps first, and of these the one without draft tokens: the memory that all graphs share is cut for
+        the largest tensors, and the others fit in between. Each captures its widest all-to-all first.
 
-        In groups they decide more: where they are captured, and the largest holds all rows of any group that only
-        decodes, no group replays a decode graph while another one has chunks, and decode graphs need no wider exchanges
-        than their own."""
-        chunked = [role for role in (self.prefill, *further_roles) if isinstance(role, PackedStep)]
-        self._compile_ahead(*(rehearse for role in chunked for rehearse in role.rehearsals()))
+        In groups: if packed steps are captured, and the largest holds all rows of a group that only decodes, no group
+        replays a decode graph while another one prefills, and decode graphs need no wider all-to-alls than their own.
+        """
+        packed, config = [self.prefill, *self._packed[:-1]], self._config
+        self._compile_ahead(*(rehearse for step in packed for rehearse in step.rehearsals()))
         self.prefill.warm_up()
-        roles: list[Role] = [self.decode, *further_roles]
-        captured, most = self.prefill.buckets, self._config.decode_buckets[-1] * self._config.limits.window
-        if self._config.exchanges and captured and captured[-1] > most:
-            for role in roles:
-                if isinstance(role, RowStep):
-                    role.widens = False
-        for role in sorted(roles, key=lambda role: not isinstance(role, PackedStep)):
+        captured, most = self.prefill.buckets, config.decode_buckets[-1] * config.limits.window
+        for step in self._rows.values():
+            step.widens = not (config.exchanges and captured and captured[-1] > most)
+        first: list[Role] = [*packed, self.decode]
+        for role in [*first[1:], *(role for role in roles if role not in first)]:
             role.warm_up()
         self.device.release_unused()  # of the rehearsals
 
@@ -184,9 +182,8 @@ class Executor:
     @property
     def _row_graphs(self) -> list[RowGraphs]:
         """All graphs that may be captured late."""
-        decoding = [role.graphs for role in self._roles.values() if isinstance(role, RowStep)]
-        packed = [role for role in self._roles.values() if isinstance(role, PackedStep)]
-        return [*decoding, *(graphs for role in packed for graphs in role.row_graphs)]
+        decoding = [step.graphs for step in self._rows.values()]
+        return [*decoding, *(graphs for step in self._packed for graphs in step.row_graphs)]
 
     def surround_captures(self, around: Callable[[], AbstractContextManager[object]]) -> None:
         """Have every late capture run inside ``around()``."""
@@ -223,9 +220,7 @@ class Executor:
     @property
     def mixes_windows(self) -> bool:
         """Whether these rows may have windows there."""
-        return self.mixes and any(
-            isinstance(role, PackedStep) and role.decode.proposes for role in self._roles.values()
-        )
+        return self.mixes and any(step.decode.proposes for step in self._packed)
 
     @property
     def captured_tokens(self) -> tuple[int, ...]:
@@ -278,7 +273,7 @@ class Executor:
         When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
         """
         shape = spec.shape
-        step = self._windows[self._config.limits.row_tokens(shape.width)]
+        step = self._rows[self._config.limits.row_tokens(shape.width)]
         graph = step.graphs[shape.rows, shape.variant, shape.exchange]
 
         def work() -> None:
@@ -317,7 +312,7 @@ class Executor:
         if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
             key = spec.shared_bucket, spec.shape.variant, spec.shape.exchange
             for tokens in (1, spec.shared_width):
-                self._windows[tokens].graphs[key]
+                self._rows[tokens].graphs[key]
         ticket = self.results.reserve(spec)
         with self._stage_range:
             staged = self.staging.stage(spec)
@@ -332,7 +327,7 @@ class Executor:
         self.results.submit(ticket)
 
     def _copy_behind(self, spec: LaunchSpec) -> None:
-        """Behind the step: the state that forked answers continue from; snapshots. Blocks of forks: prefill.py."""
+        """Behind the step: the state that forked answers continue from; snapshots. Blocks of forks: packed_step.py."""
         states_2C = self.staging.kept_states(spec)
         self.device.compute.submit(lambda: self.pool.copy_states(states_2C))
 
@@ -354,28 +349,33 @@ class Executor:
 
     # ---- before the first step ----
 
-    def _parts_over(self, pool: CachePool) -> StepParts:
-        caches = pool.allocate(self._model.cache_layout)
-        memory = self.tables, self._ring, self.staging
-        proposer = None
+    def _make_roles(self, pool: CachePool) -> list[Role]:
+        """All steps, in the order in which they are asked whether they run a plan; decode and prefill are the last."""
+        caches, proposer = pool.allocate(self._model.cache_layout), None
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
-        return StepParts(
+        memory = self.tables, self._ring, self.staging
+        parts = StepParts(
             self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range
         )
+        made = [make(parts) for make in self._further_roles]
+        made += [RowStep(parts, width) for width in self._widths]
+        if self._config.mixed_windows:
+            made += [PackedStep(parts, DraftTokens(parts, width)) for width in self._widths]
+        return [*made, RowStep(parts), PackedStep(parts)]
 
-    def _size(self, further_roles: Sequence[MakeRole]) -> CacheSizing:
-        """Run the largest step of every role over padding, measure it, and divide what is left by the block size."""
+    def _size(self) -> CacheSizing:
+        """Run the largest step of every kind over padding, measure it, and divide what is left by the block size."""
         config, limits = self._config, self._config.limits
         pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
-        scratch = self._parts_over(pool)
-        decode, prefill = RowStep(scratch), PackedStep(scratch)
-        further = [make(scratch) for make in further_roles]
+        *further, decode, prefill = self._make_roles(pool)
+        assert isinstance(decode, RowStep)
+        assert isinstance(prefill, PackedStep)
         of_rows = [decode.rehearse, *(role.rehearse for role in further if not isinstance(role, PackedStep))]
         of_chunks = [*(role.rehearse for role in further if isinstance(role, PackedStep)), prefill.rehearse]
-        # Chunks last: the others' kernels are compiled here while those of prefill attention may be on their way, and
-        # no rank may use it before all have agreed which one runs.
+        # Packed steps last: the other kernels are compiled here while those of prefill attention may be on their way,
+        # and no rank may use it before all have agreed which one runs.
         self._compile_ahead(*of_rows)
         peaks = [self.device.peak_of(rehearse) for rehearse in of_rows]
         self._model.kernels.agree_on_kernels(config.agree_min)
@@ -531,7 +531,3 @@ class Executor:
         measured = self._model.kernels.tune_seen(self._config.kernel_cache, self._config.share)
         if measured:
             log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)
-
-
-def _mixed_step(parts: StepParts, width: int) -> PackedStep:
-    return PackedStep(parts, DraftTokens(parts, width))

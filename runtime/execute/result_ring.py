@@ -45,9 +45,9 @@ class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
     buffer_EX int32 [entries, words] on the device; host_EX: as large, pinned; appended_1 int64 [1]: the next append's
-    number, modulo ``stamps``. On CUDA step_io.write_back and window_io.commit_window do what ``append`` does, but for
-    results with log-probabilities, and store into ``stored_EX``: with ``direct`` host_EX, else buffer_EX. ``latest``:
-    the shape of what was checked last, None where it was undone; replays of a captured step check nothing.
+    number, modulo ``stamps``. On CUDA step/commit.py does what ``append`` does, but for results with log-probabilities,
+    and stores into ``stored_EX``: with ``direct`` host_EX, else buffer_EX. ``latest``: the shape of what was checked
+    last, None where it was undone; replays of a captured step check nothing.
     """
 
     def __init__(

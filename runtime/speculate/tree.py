@@ -1,7 +1,7 @@
 """Draft trees (DDTree; arXiv 2604.12989): of a drafter's likeliest tokens at each place, the paths that are likeliest.
 
 Knows: how a tree grows, best node first, around the drafter's own guess. Does not know: any drafter, how a tree is
-verified (runtime/execute/step/window.py), what is kept of it.
+verified (runtime/execute/step/row_step.py), what is kept of it.
 
 A path takes one candidate a place, and weighs the sum of their log-probabilities, as if places were independent of each
 other. The first nodes are the likeliest path whole: a tree never holds less than a

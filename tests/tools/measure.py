@@ -42,8 +42,8 @@ AREAS = {
     "variants": """runtime/speculate runtime/speculative_config runtime/window_costs runtime/groups models/drafters
         runtime/schedule/speculation runtime/schedule/snapshots runtime/schedule/sessions runtime/execute/proposer
         runtime/execute/sampling/rejection runtime/execute/sampling/draft_tree runtime/execute/sampling/acceptance
-        runtime/execute/cache/entry_move runtime/execute/step/window runtime/execute/step/mixed_window
-        runtime/execute/step/proposer_feed models/kernels/recurrent models/layers/gated_delta models/layers/mamba2
+        runtime/execute/cache/entry_move runtime/execute/step/window_io_triton runtime/execute/step/drafts
+        models/kernels/recurrent models/layers/gated_delta models/layers/mamba2
         models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/kernels/deterministic
         models/kernels/attention/invariant models/kernels/matmul/invariant models/kernels/attention/decode_window
         models/kernels/attention/window models/batch_invariance parallel/comm/ep_exchange

@@ -1,7 +1,6 @@
 """Which implementation of a step's two ends runs on a tensor: Triton on CUDA where it is installed, torch otherwise.
 
-Knows: how to find the kernels. Does not know: what they compute; step_io.py, window_io.py and proposer_feed.py hold
-their torch references.
+Knows: how to find the kernels. Does not know: what they compute; gather.py and commit.py hold their torch references.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ends of a step in Triton, one launch each: rows or packed tokens gathered by slot, draws written back by slot.
 
-Knows: the arithmetic of runtime/execute/step/step_io.py, which holds the torch reference. Does not know: which words
+Knows: the arithmetic of gather.py and commit.py, which hold the torch references. Does not know: which words
 of a record mean what (columns come as tensors, strides included), the forward pass and the draw between the two.
 
 All are plain launches, without programmatic dependent launch: what ``begin`` and ``begin_packed`` write has landed
@@ -196,7 +196,7 @@ def _begin_packed_kernel(
 class Begun(NamedTuple):
     """What ``begin`` fills: records int32 [B, words], pages int32 [B, max_blocks], and [B] each the rest.
 
-    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; step_io.Gathered tells what for.
+    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; for gather.Rows.
     """
 
     records: Tensor
@@ -274,7 +274,7 @@ def begin_packed(
     guesses_SQ: Tensor | None = None,
     depth_SN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """step_io.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``, max_length
+    """gather.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``, max_length
     int32 as length. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
     tokens, rows = len(token_ids_T), len(row_slots_R)
     words = length_S.stride(0)

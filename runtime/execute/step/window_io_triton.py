@@ -1,8 +1,8 @@
 """The ends of a window in Triton, one launch each: rows gathered by slot with their guesses, draws committed by slot.
 
-Knows: the arithmetic of runtime/execute/step/window_io.py and of sampling/acceptance.py, which hold the torch
-references. Does not know: which words of a record mean what (columns come as tensors, strides included), how a path
-through a tree is found, the forward pass and the draw between the two.
+Knows: the arithmetic of gather.py, commit.py and sampling/acceptance.py, which hold the torch references. Does
+not know: which words of a record mean what (columns come as tensors, strides included), how a path through a tree is
+found, the forward pass and the sampling between the two.
 
 Both are plain launches, without programmatic dependent launch, as those of step_io_triton.py.
 """
@@ -233,7 +233,7 @@ def _commit_window_kernel(
 class BegunWindow(NamedTuple):
     """What ``begin`` fills, of N tokens a row: records int32 [B * N, words], each row's once a token; pages int32
     [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
-    bool [B * N]. window_io.Window tells what for.
+    bool [B * N]. for gather.Rows.
     """
 
     records: Tensor
@@ -307,7 +307,7 @@ def begin(
 class CommittedWindow(NamedTuple):
     """What ``commit`` returns, of W tokens a row: token int64 [B, W], counts and finish int32 [B], which are
     acceptance.Acceptance's; slot, kept_kv_slot int64 and kept bool [B, W], last int64 and gained bool [B], token_id,
-    position, kv_slot int64 [B, W] and, of trees, path int64 [B, W], which are window_io.Shown's.
+    position, kv_slot int64 [B, W] and, of trees, path int64 [B, W], which are commit.Shown's.
     """
 
     token: Tensor

@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from runtime.execute.proposer import guesses_for
@@ -55,10 +55,12 @@ def calls(function: Callable[..., Any]) -> list[str]:
 
 def stages() -> list[str]:
     """Stages of one verification step, in order. ValueError if the code lacks the call of a stage."""
-    names: list[str] = []
-    for name in calls(RowStep.decode):
-        names += calls(_PARTS[name]) if name in _PARTS else [name]
-    found = [name for name in names if name in STAGES]
+
+    def expanded(function: Callable[..., Any]) -> Iterator[str]:
+        for name in calls(function):
+            yield from expanded(_PARTS[name]) if name in _PARTS else [name]
+
+    found = [name for name in expanded(RowStep.decode) if name in STAGES]
     if missing := STAGES.keys() - set(found):
         raise ValueError(f"no verification step calls {', '.join(sorted(missing))}")
     return found
