@@ -116,9 +116,8 @@ PARTS: dict[str, tuple[Owner, str]] = {
     # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
     "tail.logprobs": (tail, "token_logprobs"),
     "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
-    # kernels_for(tensor) -> StepKernels (gather and commit of one token a row) or WindowKernels; None: torch
-    "decode.kernels": (step_io_kernels, "kernels_for"),
-    "window.kernels": (step_io_kernels, "window_kernels_for"),
+    # kernels_for(tensor) -> StepKernels (gather, commit, what a proposer observes); None: torch
+    "step.kernels": (step_io_kernels, "kernels_for"),
 }
 
 

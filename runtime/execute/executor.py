@@ -114,7 +114,7 @@ class Executor:
             rows=max_rows,
             width=limits.width,
             max_logprobs=MAX_TOP_LOGPROBS,
-            direct=step_kernels.kernels_write_results(self.tables.columns.records),
+            direct=step_kernels.kernels_for(self.tables.columns.records) is not None,
         )
         self.sizing = self._size()
         self.pool = CachePool(

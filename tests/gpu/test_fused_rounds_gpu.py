@@ -20,7 +20,7 @@ import torch
 from runtime.engine import Engine
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling import kernels as sampling_kernels
-from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
+from runtime.execute.step.step_io_kernels import triton_kernels
 from runtime.speculate import draft_kernels, draft_rows, likeliest, newest_state, synthetic, tree
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
@@ -38,8 +38,7 @@ if INTERPRETED:
 SCRIPT: dict[str, Any] = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
 # Where a round asks for its kernels: the part of a step; or the module, the name that it asks by; and what answers.
 STEP_CHOICES = {
-    "decode.kernels": triton_kernels,
-    "window.kernels": triton_window_kernels,
+    "step.kernels": triton_kernels,
 }
 CHOICES = (
     (likeliest, "sampling_kernels", sampling_kernels.triton_kernels),

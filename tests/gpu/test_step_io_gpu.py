@@ -31,7 +31,7 @@ from runtime.execute.step.gather import (
     gather_packed_in_torch,
     gather_window_in_torch,
 )
-from runtime.execute.step.step_io_kernels import StepKernels, triton_kernels
+from runtime.execute.step.step_io_kernels import triton_kernels
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state, state_of
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -71,8 +71,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("finish")
         kernels.finish(*args)
 
-    noted = StepKernels(begin, begin_packed, finish, kernels.show)
-    plant(monkeypatch, lambda _, tensor: noted if INTERPRETED or tensor.is_cuda else None, part="decode.kernels")
+    noted = kernels._replace(begin=begin, begin_packed=begin_packed, finish=finish)
+    plant(monkeypatch, lambda _, tensor: noted if INTERPRETED or tensor.is_cuda else None, part="step.kernels")
     return ran
 
 

@@ -20,7 +20,7 @@ from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.step.commit import Committed, commit, commit_in_torch, show_in_torch
 from runtime.execute.step.gather import Rows, gather_window, gather_window_in_torch
-from runtime.execute.step.step_io_kernels import triton_kernels, triton_window_kernels
+from runtime.execute.step.step_io_kernels import triton_kernels
 from runtime.schedule.request import FinishReason
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same, same_state
 from tests.gpu.test_device_gpu import no_synchronisation
@@ -44,7 +44,7 @@ pytestmark = [
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which would otherwise be given to torch."""
     if INTERPRETED:
-        plant(monkeypatch, lambda *_: triton_window_kernels(), part="window.kernels")
+        plant(monkeypatch, lambda *_: triton_kernels(), part="step.kernels")
         monkeypatch.setattr(draft_tree, "_kernels_for", lambda tensor: draft_tree._triton_kernels())
 
 

@@ -76,15 +76,12 @@ def commit(
     columns, drafts_BQ, nodes_BW = rows.columns, rows.tokens_BW[:, 1:], None
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
     entries = ring.stored_EX, ring.appended_1, ring.stamps
-    if logprobs is not None:  # the ring's torch code packs them
+    kernels = None if logprobs is not None else step_io_kernels.kernels_for(rows.rows_B)
+    if kernels is None:  # the ring's torch code packs log-probabilities
         return commit_in_torch(tables, ring, rows, draw, verdict, width, logprobs)
     if rows.tokens == 1:
-        if (of_token := step_io_kernels.kernels_for(rows.rows_B)) is None:
-            return commit_in_torch(tables, ring, rows, draw, verdict, width)
-        of_token.finish(rows.rows_B, draw.token_B, *verdict, old, table, tables.history_SL, *entries)
+        kernels.finish(rows.rows_B, draw.token_B, *verdict, old, table, tables.history_SL, *entries)
         return Committed(Acceptance(draw.token_B[:, None], *verdict))
-    if (kernels := step_io_kernels.window_kernels_for(rows.rows_B)) is None:
-        return commit_in_torch(tables, ring, rows, draw, verdict, width)
     if rows.tree is not None:
         drawn_BN, scripted = draw.token_B.view(rows.tokens_BW.shape), rows.scripted_B is not None
         nodes_BW, drafts_BQ = walk(rows.tokens_BW, rows.tree, drawn_BN, width - 1, scripted=scripted)

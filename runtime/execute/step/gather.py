@@ -21,6 +21,7 @@ from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io_kernels
+from runtime.execute.step.step_io_kernels import Begun
 from runtime.schedule.plan import TRASH_BLOCK
 
 
@@ -88,18 +89,31 @@ def gather_decode(tables: SlotTables, rows_B: Tensor, block_size: int) -> Rows:
     begun = kernels.begin(
         rows_B, slots.records, slots.last_token, slots.length, slots.finished, tables.block_table_SP, block_size
     )
-    columns = SlotColumns(begun.records, tables.stop_ids)
-    token_B, position_B, kv_slot_B, live_B = begun.token, begun.position, begun.kv_slot, begun.live
+    return _rows_of(begun, rows_B, SlotColumns(begun.records, tables.stop_ids), tables)
+
+
+def _rows_of(
+    begun: Begun,
+    rows_B: Tensor,
+    columns: SlotColumns,
+    tables: SlotTables,
+    proposed: Proposed | None = None,
+    tree: DraftTree | None = None,
+) -> Rows:
     return Rows(
         rows_B=rows_B,
         columns=columns,
-        sampling=columns.sampling_at(begun.drawn, begun.ended),
+        sampling=SlotColumns(begun.records, tables.stop_ids).sampling_at(begun.drawn, begun.ended),
         page_table_BP=begun.pages,
         kv_lengths_B=begun.kv_length,
-        tokens_BW=token_B[:, None],
-        position_BW=position_B[:, None],
-        kv_slots_BW=kv_slot_B[:, None],
-        live_BW=live_B[:, None],
+        tokens_BW=begun.token,
+        position_BW=begun.position,
+        kv_slots_BW=begun.kv_slot,
+        live_BW=begun.live,
+        limit_B=None if proposed is None else proposed.limit_B,
+        scripted_B=None if proposed is None else proposed.scripted_B,
+        drafted=None if proposed is None else proposed.drafted,
+        tree=tree,
     )
 
 
@@ -134,10 +148,10 @@ def gather_window(
     A row may reach past its sequence's end. Tokens there sample nothing, but their KV goes into the row's own blocks:
     attention loads all that ``kv_lengths_B`` covers, and memory that was never written may hold NaN.
     """
-    if (kernels := step_io_kernels.window_kernels_for(rows_B)) is None:
+    if (kernels := step_io_kernels.kernels_for(rows_B)) is None:
         return gather_window_in_torch(tables, rows_B, columns, proposed, block_size, width)
     tree = None if proposed.parents_BQ is None else lay_out(proposed.parents_BQ, width - 1)
-    begun = kernels.begin(
+    begun = kernels.begin_window(
         rows_B,
         columns.records,
         (columns.last_token, columns.length, columns.finished, columns.max_length),
@@ -146,22 +160,7 @@ def gather_window(
         tables.block_table_SP,
         block_size,
     )
-    repeated = SlotColumns(begun.records, tables.stop_ids)
-    return Rows(
-        rows_B=rows_B,
-        columns=columns,
-        sampling=repeated.sampling_at(begun.drawn, begun.ended),
-        page_table_BP=begun.pages,
-        kv_lengths_B=begun.kv_length,
-        tokens_BW=begun.token,
-        position_BW=begun.position,
-        kv_slots_BW=begun.kv_slot,
-        live_BW=begun.live,
-        limit_B=proposed.limit_B,
-        scripted_B=proposed.scripted_B,
-        drafted=proposed.drafted,
-        tree=tree,
-    )
+    return _rows_of(begun, rows_B, columns, tables, proposed, tree)
 
 
 def gather_window_in_torch(

@@ -1,4 +1,4 @@
-"""Which implementation of a step's two ends runs on a tensor: Triton on CUDA where it is installed, torch otherwise.
+"""Which implementation of a step's gather and commit runs on a tensor: Triton on CUDA if installed, otherwise torch.
 
 Knows: how to find the kernels. Does not know: what they compute; gather.py and commit.py hold their torch references.
 """
@@ -7,33 +7,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from runtime.execute.step.step_io_triton import Begun
-    from runtime.execute.step.window_io_triton import BegunWindow, CommittedWindow
+    from runtime.execute.step.window_io_triton import CommittedWindow
+
+
+class Begun(NamedTuple):
+    """Rows of N tokens, gathered by slot: records int32 [B * N, words], each row's once per token; pages int32
+    [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
+    bool [B * N]. For gather.Rows.
+    """
+
+    records: Tensor
+    pages: Tensor
+    token: Tensor
+    position: Tensor
+    kv_slot: Tensor
+    live: Tensor
+    kv_length: Tensor
+    drawn: Tensor
+    ended: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tokens: int, words: int, max_blocks: int, device: torch.device) -> Self:
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        return cls(
+            records=empty(rows * tokens, words, dtype=torch.int32),
+            pages=empty(rows, max_blocks, dtype=torch.int32),
+            token=empty(rows, tokens),
+            position=empty(rows, tokens),
+            kv_slot=empty(rows, tokens),
+            live=empty(rows, tokens, dtype=torch.bool),
+            kv_length=empty(rows, dtype=torch.int32),
+            drawn=empty(rows * tokens),
+            ended=empty(rows * tokens, dtype=torch.bool),
+        )
 
 
 class StepKernels(NamedTuple):
-    """Entry points of runtime/execute/step/step_io_triton.py."""
+    """Entry points of step_io_triton.py and window_io_triton.py (``begin_window``, ``commit``)."""
 
     begin: Callable[..., Begun]
     begin_packed: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    begin_window: Callable[..., Begun]
     finish: Callable[..., None]
+    commit: Callable[..., CommittedWindow]
     show: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-class WindowKernels(NamedTuple):
-    """Entry points of runtime/execute/step/window_io_triton.py."""
-
-    begin: Callable[..., BegunWindow]
-    commit: Callable[..., CommittedWindow]
-
-
 def kernels_for(tensor: Tensor) -> StepKernels | None:
-    """The Triton kernels if they run on this tensor's device, None where the torch code is to be used."""
+    """The Triton kernels if they run on this tensor's device; None: the torch code."""
     return triton_kernels() if tensor.is_cuda else None
 
 
@@ -41,27 +70,8 @@ def kernels_for(tensor: Tensor) -> StepKernels | None:
 def triton_kernels() -> StepKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.execute.step import step_io_triton
+        from runtime.execute.step import step_io_triton as step
+        from runtime.execute.step import window_io_triton as window
     except ImportError:
         return None
-    return StepKernels(step_io_triton.begin, step_io_triton.begin_packed, step_io_triton.finish, step_io_triton.show)
-
-
-def window_kernels_for(tensor: Tensor) -> WindowKernels | None:
-    """As ``kernels_for``, of windows."""
-    return triton_window_kernels() if tensor.is_cuda else None
-
-
-def kernels_write_results(tensor: Tensor) -> bool:
-    """Whether kernels, and not torch code, write the ends of all steps on this tensor's device."""
-    return kernels_for(tensor) is not None and window_kernels_for(tensor) is not None
-
-
-@cache
-def triton_window_kernels() -> WindowKernels | None:
-    """The Triton kernels of windows, None without Triton."""
-    try:
-        from runtime.execute.step import window_io_triton
-    except ImportError:
-        return None
-    return WindowKernels(window_io_triton.begin, window_io_triton.commit)
+    return StepKernels(step.begin, step.begin_packed, window.begin, step.finish, window.commit, step.show)

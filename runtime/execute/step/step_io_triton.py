@@ -1,22 +1,22 @@
-"""The ends of a step in Triton, one launch each: rows or packed tokens gathered by slot, draws written back by slot.
+"""Gather and commit in Triton, one launch each: rows or packed tokens gathered by slot, samples written back by slot.
 
-Knows: the arithmetic of gather.py and commit.py, which hold the torch references. Does not know: which words
-of a record mean what (columns come as tensors, strides included), the forward pass and the draw between the two.
+Knows: the arithmetic of gather.py and commit.py, which hold the torch references. Does not know: which words of a
+record mean what (columns come as tensors, strides included), the forward pass and the sampling between the two.
 
 All are plain launches, without programmatic dependent launch: what ``begin`` and ``begin_packed`` write has landed
-before the embedding behind them starts. See models/kernels/dependent_launch.py.
+before the embedding starts. See models/kernels/dependent_launch.py.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from runtime.execute.step.step_io_kernels import Begun
 
 _PAGES = 1024  # of a row's page table that one program copies
 _ROWS = 256  # that the one program of ``finish`` takes at a time
@@ -34,10 +34,10 @@ def _begin_kernel(
     out_pages_ptr,
     token_ptr,
     position_ptr,
-    kv_length_ptr,
     kv_slot_ptr,
-    drawn_ptr,
     live_ptr,
+    kv_length_ptr,
+    drawn_ptr,
     ended_ptr,
     words,
     last_token_stride,
@@ -193,23 +193,6 @@ def _begin_packed_kernel(
         tl.store(out_ghost_ptr + row, decodes & (live == 0), mask=inside)
 
 
-class Begun(NamedTuple):
-    """What ``begin`` fills: records int32 [B, words], pages int32 [B, max_blocks], and [B] each the rest.
-
-    token, position, kv_slot and drawn int64, kv_length int32, live and ended bool; for gather.Rows.
-    """
-
-    records: Tensor
-    pages: Tensor
-    token: Tensor
-    position: Tensor
-    kv_length: Tensor
-    kv_slot: Tensor
-    drawn: Tensor
-    live: Tensor
-    ended: Tensor
-
-
 def begin(
     rows_B: Tensor,
     records_SX: Tensor,
@@ -224,21 +207,7 @@ def begin(
     records int32 and block table int32, contiguous; last_token int64, length and finished int32 are columns of records.
     """
     rows, (_, words), (_, max_blocks) = len(rows_B), records_SX.shape, block_table_SP.shape
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=rows_B.device)
-
-    begun = Begun(
-        records=empty(rows, words, dtype=torch.int32),
-        pages=empty(rows, max_blocks, dtype=torch.int32),
-        token=empty(rows),
-        position=empty(rows),
-        kv_length=empty(rows, dtype=torch.int32),
-        kv_slot=empty(rows),
-        drawn=empty(rows),
-        live=empty(rows, dtype=torch.bool),
-        ended=empty(rows, dtype=torch.bool),
-    )
+    begun = Begun.empty(rows, 1, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_kernel[(rows, triton.cdiv(max_blocks, pages))](
         rows_B,

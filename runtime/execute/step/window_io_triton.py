@@ -1,4 +1,4 @@
-"""The ends of a window in Triton, one launch each: rows gathered by slot with their guesses, draws committed by slot.
+"""Gather and commit of draft windows in Triton, one launch each: rows gathered by slot, samples committed by slot.
 
 Knows: the arithmetic of gather.py, commit.py and sampling/acceptance.py, which hold the torch references. Does
 not know: which words of a record mean what (columns come as tensors, strides included), how a path through a tree is
@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from runtime.execute.step.step_io_kernels import Begun
 
 _PAGES = 1024  # of a row's page table that one program copies
 _AT_ONCE = 2048  # tokens that the one program of ``commit`` takes at a time
@@ -230,23 +232,6 @@ def _commit_window_kernel(
     tl.store(appended_ptr, tl.where(appended + 1 == stamps, 0, appended + 1))
 
 
-class BegunWindow(NamedTuple):
-    """What ``begin`` fills, of N tokens a row: records int32 [B * N, words], each row's once a token; pages int32
-    [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
-    bool [B * N]. for gather.Rows.
-    """
-
-    records: Tensor
-    pages: Tensor
-    token: Tensor
-    position: Tensor
-    kv_slot: Tensor
-    live: Tensor
-    kv_length: Tensor
-    drawn: Tensor
-    ended: Tensor
-
-
 def begin(
     rows_B: Tensor,
     records_BX: Tensor,
@@ -255,7 +240,7 @@ def begin(
     depth_BN: Tensor | None,
     block_table_SP: Tensor,
     block_size: int,
-) -> BegunWindow:
+) -> Begun:
     """All that a window of N = Q + 1 tokens reads of slots ``rows_B`` (int64, contiguous), as new tensors.
 
     records int32 [B, words], gathered already, contiguous; ``columns`` of them: last_token int64, length, finished and
@@ -265,21 +250,7 @@ def begin(
     rows, words, max_blocks = len(rows_B), records_BX.shape[1], block_table_SP.shape[1]
     guesses_BQ = guesses_BQ if guesses_BQ.stride(1) == 1 else guesses_BQ.contiguous()
     tokens = guesses_BQ.shape[1] + 1
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=rows_B.device)
-
-    begun = BegunWindow(
-        records=empty(rows * tokens, words, dtype=torch.int32),
-        pages=empty(rows, max_blocks, dtype=torch.int32),
-        token=empty(rows, tokens),
-        position=empty(rows, tokens),
-        kv_slot=empty(rows, tokens),
-        live=empty(rows, tokens, dtype=torch.bool),
-        kv_length=empty(rows, dtype=torch.int32),
-        drawn=empty(rows * tokens),
-        ended=empty(rows * tokens, dtype=torch.bool),
-    )
+    begun = Begun.empty(rows, tokens, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_window_kernel[(rows, triton.cdiv(max_blocks, pages))](
         rows_B,

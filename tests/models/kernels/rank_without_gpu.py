@@ -85,7 +85,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
         module.unsupported = lambda device: None
     for module in modules[3:]:
         module.kernels_for = lambda tensor: triton_kernels()
-    plant(pytest.MonkeyPatch(), lambda *_: step_kernels(), part="decode.kernels")
+    plant(pytest.MonkeyPatch(), lambda *_: step_kernels(), part="step.kernels")
 
 
 class _NoCublasLt:

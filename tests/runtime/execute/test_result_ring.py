@@ -23,7 +23,7 @@ from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.step.commit import commit
 from runtime.execute.step.gather import Rows, gather_decode_in_torch, gather_window_in_torch
 from runtime.execute.step.graphs import CaptureError
-from runtime.execute.step.step_io_kernels import StepKernels, WindowKernels
+from runtime.execute.step.step_io_kernels import StepKernels
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same_state
 from tests.plant import make_row_graphs, plant
 from tests.runtime.execute.plans import decode_step
@@ -192,8 +192,7 @@ def never(*_: object) -> Any:
 @pytest.fixture(params=["torch", "kernels"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
-        plant(monkeypatch, lambda *_: WindowKernels(never, never), part="window.kernels")
-        plant(monkeypatch, lambda *_: StepKernels(never, never, never, never), part="decode.kernels")
+        plant(monkeypatch, lambda *_: StepKernels(*[never] * 6), part="step.kernels")
     return str(request.param)
 
 
