@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from parallel.layers.experts import ExpertSplit
+from runtime.execute.device.cpu_twin import TwinDevice, TwinGraph
+from runtime.execute.device.protocol import Work
 from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec, exchange_buckets
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.groups.step_sync import DpStepSync
@@ -27,6 +29,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
+from tests.plant import name_of, plant
 from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
@@ -125,6 +128,53 @@ def ids_from(first: int, requests: Sequence[Request]) -> list[Request]:
 
 
 _REST = ("prompt_token_ids", "sampling", "stop_token_ids", "priority")
+
+
+@pytest.mark.parametrize(("captured", "wider"), [(CAPTURED, False), ((4, 7), True)])
+def test_groups_start_in_one_order(captured: tuple[int, ...], wider: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree on kernels before any packed step; packed steps are captured before decode, and the widest
+    all-to-all of each bucket first. ``wider``: some group decodes more rows than a captured packed step holds."""
+    events: list[tuple[object, Any]] = []  # by a group's kernels, device or exchange
+    group_of: dict[int, int] = {}
+    capture, gather = TwinDevice.capture, MetExchange.all_gather
+
+    def agreed(usual: Any, *given: Any) -> Any:
+        events.append((usual.__self__, "agreement"))
+        return usual(*given)
+
+    def rehearsed(usual: Any) -> None:
+        parts = usual.__self__._parts
+        exchange = parts.model.expert_split.exchange
+        for one in (parts.model.kernels, parts.device, exchange):
+            group_of[id(one)] = exchange.index
+        events.append((exchange, f"rehearsal of {name_of(usual)}"))
+        usual()
+
+    def captures(device: TwinDevice, work: Work, *, name: str, **how: Any) -> TwinGraph:
+        device.compute.synchronize()  # its worker may be busy with earlier work
+        events.append((device, name))
+        return capture(device, work, name=name, **how)
+
+    def gathers(exchange: MetExchange, x_XN: torch.Tensor) -> torch.Tensor:
+        events.append((exchange, len(x_XN)))
+        return gather(exchange, x_XN)
+
+    plant(monkeypatch, agreed, op="agree_on_kernels")
+    plant(monkeypatch, rehearsed, part="prefill.rehearse")
+    monkeypatch.setattr(TwinDevice, "capture", captures)
+    monkeypatch.setattr(MetExchange, "all_gather", gathers)
+    Lives([{}, {}], prefill_buckets=captured)
+    first, second = ([what for one, what in events if group_of[id(one)] == group] for group in range(2))
+    assert first == second
+    assert first.index("agreement") < first.index("rehearsal of prefill")
+    at = [i for i, name in enumerate(first) if isinstance(name, str) and name.startswith(("prefill of", "decode of"))]
+    of_tokens = [first[i] for i in at if first[i].startswith("prefill")]
+    assert [first[i] for i in at[: len(of_tokens)]] == of_tokens
+    assert of_tokens[: len(captured)] == [f"prefill of {tokens} tokens" for tokens in captured[::-1]]
+    decode = [(int(first[i].split()[2]), first[i + 1]) for i in at[len(of_tokens) :]]
+    assert decode == sorted(decode, reverse=True)
+    assert any(rows > bucket for bucket, rows in decode) is wider
+    assert {bucket for bucket, rows in decode if rows == bucket} == set(BUCKETS)
 
 
 @pytest.mark.parametrize(("chunks", "depth"), covering([*CHUNKS], (0, 2), at_once=1), indirect=["chunks"])
