@@ -22,7 +22,7 @@ _PAGES = 1024  # of a row's page table that one program copies
 _ROWS = 256  # that the one program of ``finish`` takes at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _begin_kernel(
     rows_ptr,
     records_ptr,
