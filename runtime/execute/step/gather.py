@@ -8,7 +8,7 @@ all; the torch code is the reference and runs elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import NEWEST, SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step import step_io_kernels
-from runtime.execute.step.step_io_kernels import Begun
 from runtime.schedule.plan import TRASH_BLOCK
+
+if TYPE_CHECKING:
+    from runtime.execute.step.step_io_triton import Begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class RowGraphs(dict[Key, Graph]):
             counters.bytes / (1 << 20),
         )
 
-    def rehearse(self, bucket: int, variant: SamplingVariant, exchange: int = 0) -> None:
+    def run_over_padding(self, bucket: int, variant: SamplingVariant, exchange: int = 0) -> None:
         """Run a graph's work uncaptured over padding, so that its kernels are compiled; no live slot changes."""
         with self._shortened():
             self.work(self.row_maps[bucket].new_zeros(bucket), variant, exchange)
@@ -128,7 +128,7 @@ class RowGraphs(dict[Key, Graph]):
             self[key] = graph = capture(
                 self._device,
                 partial(self.work, self.row_maps[bucket], variant, exchange),
-                partial(self.rehearse, *key),
+                partial(self.run_over_padding, *key),
                 name=self.name,
                 size=f"{bucket} rows",
                 way_out="--memory-fraction, --max-num-seqs or the largest of --decode-buckets",

@@ -446,17 +446,17 @@ class PackedStep:
         if self.decode.proposes:
             kinds.insert(0, (self.proposals, self._guessed_by))
         for graphs, variants in kinds:
-            found += [partial(graphs.rehearse, bucket, one) for bucket in graphs.row_maps for one in variants]
+            found += [partial(graphs.run_over_padding, bucket, one) for bucket in graphs.row_maps for one in variants]
         return found
 
     def trials(self, bucket: int, variant: SamplingVariant) -> Sequence[Trial]:
         """After the warm-up: tails read what forward passes hand over."""
         if not self.buckets:
             return []
-        tail = partial(self.tails.rehearse, bucket, variant)
+        tail = partial(self.tails.run_over_padding, bucket, variant)
         if not self.decode.proposes:
             return [tail]
-        return [partial(self.proposals.rehearse, bucket, self.decode.guessed_by(variant)), tail]
+        return [partial(self.proposals.run_over_padding, bucket, self.decode.guessed_by(variant)), tail]
 
     def warm_up(self) -> None:
         """Capture all graphs, the largest first so that the shared memory pool is sized once, and replay that one."""

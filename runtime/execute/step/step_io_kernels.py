@@ -7,47 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from runtime.execute.step.step_io_triton import Begun
     from runtime.execute.step.window_io_triton import CommittedWindow
-
-
-class Begun(NamedTuple):
-    """Rows of N tokens, gathered by slot: records int32 [B * N, words], each row's once per token; pages int32
-    [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
-    bool [B * N]. For gather.Rows.
-    """
-
-    records: Tensor
-    pages: Tensor
-    token: Tensor
-    position: Tensor
-    kv_slot: Tensor
-    live: Tensor
-    kv_length: Tensor
-    drawn: Tensor
-    ended: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, tokens: int, words: int, max_blocks: int, device: torch.device) -> Self:
-        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
-
-        return cls(
-            records=empty(rows * tokens, words, dtype=torch.int32),
-            pages=empty(rows, max_blocks, dtype=torch.int32),
-            token=empty(rows, tokens),
-            position=empty(rows, tokens),
-            kv_slot=empty(rows, tokens),
-            live=empty(rows, tokens, dtype=torch.bool),
-            kv_length=empty(rows, dtype=torch.int32),
-            drawn=empty(rows * tokens),
-            ended=empty(rows * tokens, dtype=torch.bool),
-        )
 
 
 class StepKernels(NamedTuple):

@@ -11,12 +11,12 @@ before the embedding starts. See models/kernels/dependent_launch.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from runtime.execute.step.step_io_kernels import Begun
 
 _PAGES = 1024  # of a row's page table that one program copies
 _ROWS = 256  # that the one program of ``finish`` takes at a time
@@ -191,6 +191,40 @@ def _begin_packed_kernel(
         length = tl.load(length_ptr + slot * words, mask=decodes, other=0)
         tl.store(out_kv_length_ptr + row, tl.where(decodes, tl.where(live, length, 1) + GUESSES, 0), mask=inside)
         tl.store(out_ghost_ptr + row, decodes & (live == 0), mask=inside)
+
+
+class Begun(NamedTuple):
+    """Rows of N tokens, gathered by slot: records int32 [B * N, words], each row's once per token; pages int32
+    [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
+    bool [B * N]. For gather.Rows.
+    """
+
+    records: Tensor
+    pages: Tensor
+    token: Tensor
+    position: Tensor
+    kv_slot: Tensor
+    live: Tensor
+    kv_length: Tensor
+    drawn: Tensor
+    ended: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tokens: int, words: int, max_blocks: int, device: torch.device) -> Self:
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        return cls(
+            records=empty(rows * tokens, words, dtype=torch.int32),
+            pages=empty(rows, max_blocks, dtype=torch.int32),
+            token=empty(rows, tokens),
+            position=empty(rows, tokens),
+            kv_slot=empty(rows, tokens),
+            live=empty(rows, tokens, dtype=torch.bool),
+            kv_length=empty(rows, dtype=torch.int32),
+            drawn=empty(rows * tokens),
+            ended=empty(rows * tokens, dtype=torch.bool),
+        )
 
 
 def begin(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.step.step_io_kernels import Begun
+from runtime.execute.step.step_io_triton import Begun
 
 _PAGES = 1024  # of a row's page table that one program copies
 _AT_ONCE = 2048  # tokens that the one program of ``commit`` takes at a time

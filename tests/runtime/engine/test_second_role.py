@@ -72,7 +72,7 @@ class DraftedDecode:
         self.graphs.warm_up(self._parts.config.warm_variants)
 
     def trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
-        return [partial(self.graphs.rehearse, bucket, variant)]
+        return [partial(self.graphs.run_over_padding, bucket, variant)]
 
     def launch(self, spec: LaunchSpec, scores: StepPromptLogprobs | None) -> None:
         self.steps += 1

@@ -179,5 +179,5 @@ def test_rehearsals_without_kernels_leave_nothing_behind(monkeypatch: pytest.Mon
     monkeypatch.setattr(Executor, "_compile_ahead", ahead)
     assert tokens() == expected
     assert ran["_rehearse_pass"] >= 6  # of three numbers of tokens, plain and beside windows
-    assert ran["_rehearse"] == 3  # tails of both, and proposals
+    assert ran["run_over_padding"] == 3  # tails of both, and proposals
     assert ran["undone"] >= 2
