@@ -321,7 +321,7 @@ def _mixes(config: EngineConfig, limits: StepLimits) -> bool:
 
 
 def _tokens_beside(config: EngineConfig, limits: StepLimits) -> int:
-    """Of rows that decode beside as many tokens of chunks as a step may have. Captured steps hold them all as it is."""
+    """Tokens of decode requests in a mixed step with the most prompt tokens. Captured steps hold them in any case."""
     if not _mixes(config, limits):
         return 0
     wide = _windows_beside(config) and not _prefill_buckets(config)
@@ -329,8 +329,8 @@ def _tokens_beside(config: EngineConfig, limits: StepLimits) -> int:
 
 
 def _windows_beside(config: EngineConfig) -> bool:
-    """Whether rows beside chunks may have windows; the executor says whether this model's can. Groups launch captured
-    steps with chunks together, so there a row that only decodes has its window in one of them."""
+    """Whether decode requests of mixed steps may have draft windows; the executor says if this model's can. Groups
+    launch captured mixed steps together, so a group without prefill has its windows in one of them."""
     wanted = config.speculation
     if wanted is None or wanted.disable_by_batch_size == 0:
         return False

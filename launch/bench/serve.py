@@ -1,6 +1,6 @@
 """`bench serve`: latency and throughput under real load, of an engine of this process or of a server.
 
-Knows: the order of work, what a point of rate and concurrency leaves behind, what is printed.
+Knows: the order of work, what is kept of a point of rate and concurrency, what is printed.
 Does not know: how load is made (load/generator.py), what a figure means (load/figures.py), how a picture is drawn.
 """
 
@@ -50,7 +50,7 @@ log = logging.getLogger("lockstride")
 
 
 class DrawLoad(Protocol):
-    """Draws what runs leave behind; launch/report/load_plot.py does. Raises nothing: points to come are worth more."""
+    """Draws results of runs; launch/report/load_plot.py does. Raises nothing: points to come are worth more."""
 
     def timeline(
         self, rows: Sequence[Mapping[str, Any]], title: str, steady: tuple[float, float] | None, out: Path
@@ -62,7 +62,7 @@ class DrawLoad(Protocol):
 @dataclass(frozen=True, slots=True)
 class Target:
     """What is measured: ``backend`` makes the client side of one run, ``idle`` the device's share of idle time over
-    steps. ``rows``: requests that it runs at once; None where nobody knows."""
+    steps. ``rows``: requests that it runs at once; None if unknown."""
 
     name: str
     hw: str
@@ -122,7 +122,7 @@ def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad
 
 
 def _of_an_engine(config: EngineConfig) -> str | None:
-    """A given option that a server would not hear of, where a file or a figure of it is waited for."""
+    """A given option that has no effect on a server, although it asks for a file or a figure."""
     asked = {
         "--speculative-config": config.speculation is not None,
         "--timeline": config.timeline is not None,
@@ -271,7 +271,7 @@ class ServeBench:
         return {**figures, "steady": self._steady(journal, window)}
 
     def _rounds(self, journal: Journal) -> Rounds | None:
-        """What speculation gained in our engine; nobody tells of another's."""
+        """What speculation gained in our engine; other servers do not report it."""
         return rounds_between(self._session.config, journal.before, journal.after) if journal.after else None
 
     def _steady(self, journal: Journal, window: Window | str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Knows: that a plane looks at its links several times a second while it waits for others. Does not know: what ends when.
 
-A whole job may be stopped for minutes and then go on: scontrol suspend, gang scheduling, docker pause. Nobody was late
-then, but every deadline is over by time.monotonic, which runs on. Where one rank alone was stopped, the clocks of the
-others run on, and name it.
+A whole job may be stopped for minutes and then continue: scontrol suspend, gang scheduling, docker pause. Then no rank
+was late, but by time.monotonic, which runs meanwhile, every deadline is over. If one rank alone was stopped, the clocks
+of the others run, and they name it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Watch:
     for a step, so that its watchdog can answer for an engine that hangs; ``requests`` (rank, frame) and ``answers``
     carry such frames between the leader's engine and the leader's watchdog.
 
-    Whoever starts a watchdog on it sets ``taken`` and closes it; otherwise the plane does.
+    The caller that starts a watchdog on it sets ``taken`` and closes it; otherwise the plane does.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ControlPlane(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Tells the others of an exception (``abort``), and closes."""
+        """Reports an exception to the others (``abort``), and closes."""
         ...
 
     def agree_horizon(self, choose: Callable[[float], int]) -> int:
@@ -209,7 +209,7 @@ class ControlPlane(Protocol):
 
 
 class Closing:
-    """``with plane:`` tells the others of an exception, and closes."""
+    """``with plane:`` reports an exception to the others, and closes."""
 
     def __enter__(self) -> Self:
         return self
@@ -229,7 +229,7 @@ class Closing:
 
 
 class SingleRankControl(Closing):
-    """The control plane of a world of one: no other rank has to hear of an event before it takes effect."""
+    """The control plane of a world of one: no other rank has to receive an event before it takes effect."""
 
     rank = 0
     world = 1

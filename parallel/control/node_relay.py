@@ -21,7 +21,7 @@ from parallel.control.wire.frames import EVERYONE, Frame, Kind
 
 
 class RelayPlane(FollowerPlane):
-    """A FollowerPlane that relays for the ranks behind ``down``. ``either`` waits for frames from both sides."""
+    """A FollowerPlane that relays for the ranks that ``down`` leads to. ``either`` waits for frames from both sides."""
 
     def __init__(
         self, machine: Follower, link: FollowerLink, down: LeaderLink, either: EitherReady, watch: Watch | None
@@ -101,7 +101,7 @@ class RelayPlane(FollowerPlane):
         super()._raise_verdict()
 
     def _broadcast_verdict(self) -> None:
-        """Broadcasts a verdict of our own (rank 0 is silent or gone, or we end): nobody else can reach these ranks."""
+        """Broadcasts our verdict (rank 0 is silent or gone, or we end): only we can reach these ranks."""
         verdict = self.machine.verdict
         if verdict is not None:
             number = self.down.broadcast(self.machine.codec.encode(Kind.END, EVERYONE, verdict.step, body=verdict))
@@ -130,7 +130,7 @@ class RelayPlane(FollowerPlane):
         return bool(self.down.ranks)
 
     def _deliver(self, number: int) -> None:
-        """As LeaderPlane does: a record that is due has left for every rank below before our turn goes on."""
+        """As LeaderPlane does: a record that is due has left for every rank below before our turn continues."""
         until = self._now() + self.machine.limits.deadline
         while ranks := self.down.behind(number):
             if self._now() > until:

@@ -137,7 +137,7 @@ class FrameReader:
         self._held = bytearray()
 
     def frames(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. Raises BadFrame; nothing behind a bad frame can be read."""
+        """The frames that are complete now. Raises BadFrame; nothing after a bad frame can be read."""
         held, at = self._held, 0
         held += data
         try:

@@ -2,7 +2,7 @@
 
 A token of both passes is compared as long as those before it are equal: what is drawn, and where that is equal, too,
 how likely the model finds it. Knows: the forks, and when each pass is over. Does not know: the sessions themselves,
-which it never touches: a fork has blocks, state and counts of its own, so nothing is committed.
+which it never touches: a fork has its blocks, state and counts, so nothing is committed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Probe:
         return fork in self._wanted
 
     def gained(self, fork: int, tokens: tuple[int, ...], scores: Sequence[float]) -> None:
-        """``scores``: log-probabilities of the tokens; empty where the engine tells none."""
+        """``scores``: log-probabilities of the tokens; empty if the engine reports none."""
         self._gained[fork] += tokens
         self._scores[fork] += scores
 
@@ -101,7 +101,7 @@ class Probe:
             self._engine.cancel(fork)
 
     def answer(self) -> None:
-        """Tell what it found."""
+        """Send the result."""
         connection = self.connection
         if self._failed is not None:
             self.close()

@@ -3,8 +3,8 @@
 Knows: descriptors, who may connect, how much a client may leave unread, how the daemon ends. Does not know: verbs and
 sessions (desk.py), how an engine works.
 
-Nothing here waits for a client: what one does not read is kept for it, up to a limit, and its lines are not read while
-it is behind. A client that is gone takes its sessions with it. Long lines are parsed and tokenised in threads, those of
+Nothing here waits for a client: what one does not read is kept for it, up to a limit, and its lines are not read
+meanwhile. The sessions of a client end with its connection. Long lines are parsed and tokenised in threads, those of
 a client in order, so that turns of all ranks continue meanwhile.
 """
 
@@ -60,7 +60,7 @@ class Endpoint:
         self.connection = connection
         self.reads, self.writes = reads, writes
         self.ended = False  # no line comes any more
-        self.waiting: deque[bytes] = deque()  # lines behind the one that is read in a thread
+        self.waiting: deque[bytes] = deque()  # lines after the one that is read in a thread
         self.reading: Future[Read] | None = None
         self._owned = owned
         self._held = bytearray()
@@ -106,7 +106,7 @@ class Endpoint:
 
     @property
     def done(self) -> bool:
-        """Whether it has said its last line, and all that this brings about is told."""
+        """Whether its last line was read, and all that follows from it was sent."""
         connection = self.connection
         running = any(session.phase is Phase.RUNNING or session.drained for session in connection.sessions.values())
         busy = running or self.reading or connection.probing or connection.draining
@@ -156,8 +156,8 @@ class SlotServer:
     def run(self, tend: Callable[[], object] = lambda: None, *, verdict_follows: bool = False) -> None:
         """``tend`` is called once a turn and may call ``stop``. What the engine raises is raised, once clients know.
 
-        ``verdict_follows``: somebody calls ``end`` with the cause when this has raised. A lost rank breaks collectives
-        of the others, often before anybody knows which rank it was.
+        ``verdict_follows``: the caller calls ``end`` with the cause after this has raised. A lost rank breaks
+        collectives of the others, often before they know which rank it was.
         """
         try:
             while True:
@@ -178,7 +178,7 @@ class SlotServer:
             os.close(self._was_read)
 
     def end(self, why: str) -> None:
-        """Tell every client, and give it a moment to read. Does not raise; may be called by another thread."""
+        """Send the cause to every client, which has a moment to read it. Does not raise; from any thread."""
         for endpoint in self._endpoints:
             for session in list(endpoint.connection.sessions.values()):
                 endpoint.connection.send(Kind.CLOSED, session, why.encode("utf-8", "replace"))
@@ -273,7 +273,7 @@ class SlotServer:
 
     @staticmethod
     def _hung_up(endpoint: Endpoint) -> bool:
-        """Whether nobody reads any more, either."""
+        """Whether the client does not read any more, either."""
         poll = select.poll()
         poll.register(endpoint.writes, 0)
         return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))

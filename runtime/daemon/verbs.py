@@ -122,7 +122,7 @@ class _Words:
 
 
 def _read_ids(path: Path, most: int) -> tuple[int, ...]:
-    """Of a regular file: opening or reading another may wait for whoever writes it."""
+    """Of a regular file: opening or reading another one may wait for its writer."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -39,7 +39,7 @@ _BEAT_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # a rank that said nothing for so long is named
 _QUIET_SECONDS = 20.0  # of an API process, which speaks every second: after that it hangs
 _QUIET_AT_START = 120.0  # until its first word, while it imports and loads a tokenizer
-_MOST_UNSENT = 64 << 20  # bytes that an API process may be behind before it is given up
+_MOST_UNSENT = 64 << 20  # bytes that an API process may leave unread before it is given up
 _READ_BYTES = 1 << 20
 
 
@@ -55,7 +55,7 @@ class ServedEngine(EngineProtocol, Protocol):
         ...
 
     def tell_verdict(self, hear: Callable[[str], object]) -> object:
-        """Has ``hear`` called with the reason, when the watchdog ends the job and before the process leaves."""
+        """The callback gets the reason when the watchdog ends the job, before the process leaves."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The ledger: every unfinished request by state, and the pools that it holds a slot and KV blocks from.
 
-Knows: states, slots, blocks, fences, the queue, and what the next plan must tell the device. What a request gets is in
-admission.py, reservation.py, prefix.py and session_rules.py: functions over the ledger.
+Knows: states, slots, blocks, fences, the queue, and what the next plan must report to the device. What a request gets
+is in admission.py, reservation.py, prefix.py and session_rules.py: functions over the ledger.
 Does not know: which rows make a step (planner.py), results of steps (scheduler.py).
 """
 

@@ -1,4 +1,4 @@
-"""The plan being made: what a step tells the device in addition to its decode rows, and what of it enters the digest.
+"""The plan being made: what a step reports to the device in addition to its decode rows, and what the digest has of it.
 
 Knows: slot writes, forks, snapshots, block writes and copies, and their order. Does not know: who is in the step.
 """
@@ -93,7 +93,7 @@ def _taken(queued: dict[Any, T]) -> tuple[T, ...]:
 
 
 def _numbers(plan: StepPlan) -> list[int]:
-    """What a plan tells the device, for the digest."""
+    """What a plan reports to the device, for the digest."""
     numbers = list(chain.from_iterable(plan.block_writes))
     for write in plan.slot_writes:
         numbers += (write.slot, write.epoch, write.request_id, write.length)

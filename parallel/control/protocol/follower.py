@@ -69,7 +69,7 @@ class Follower:
         self._acknowledgement = FrameTemplate(codec, Kind.ACK, rank)
         self._proposal = -1, b""  # the step of our last one, and its frame
         self._sender = ReliableSender(self.limits.resend)
-        self._started = False  # the leader has been heard; until then it may still be loading the model
+        self._started = False  # a frame of the leader came; until then it may still be loading the model
         self._divergence = 0, 0  # step and the leader's digest, once digests differ
         self._heard = 0.0
         self._asked = 0.0
@@ -230,7 +230,7 @@ class Follower:
             self.verdict = verdict
 
     def _unanswered(self) -> Verdict:
-        """The verdict of a follower that knows of a divergence and hears no more from the leader."""
+        """The verdict of a follower that knows of a divergence and receives no more from the leader."""
         step, theirs = self._divergence
         ours = self._digests.get(step, 0)
         other = f"rank {self._reference}" if self._reference != self.rank else "another rank of its group"

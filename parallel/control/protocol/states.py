@@ -13,7 +13,7 @@ Rules
  3. The digest of step N is the rolling digest a rank has when it begins turn N: after plan(N-1), before any event of
     turn N. The leader's travels in record N, a follower's in its acknowledgement of step N.
  4. A follower compares when it takes a record; the leader compares when it reads an acknowledgement (or, if the
-    follower is ahead, when it reaches that step itself). Whoever sees a divergence first, the leader asks for the last
+    follower is ahead, when it reaches that step itself). If either finds a divergence, the leader asks for the last
     decisions, waits a moment for every rank's, and ends the job with one verdict that all ranks raise.
  5. Stopping is agreed like an event: a record with the STOP flag, in effect L turns later (L = 0: at once).
  6. Frames may be delayed, duplicated, reordered or lost. A record is taken once, in its turn. A follower that misses

@@ -23,14 +23,14 @@ from parallel.control.protocol.states import Limits
 from parallel.control.transport.uds import PacketSocket, accept, connect, listen
 from parallel.control.transport.uds_links import UdsFollowerLink, UdsLeaderLink
 
-_SPARE = 64  # unidentified connections that are allowed beside the expected ones
+_SPARE = 64  # unidentified connections that are allowed in addition to the expected ones
 
 
 class LocalRendezvous:
     """The leader's side: listens at ``path`` for the followers ``ranks`` of this node.
 
     ``gather`` returns when all are there with our identity; ``start`` sends START. In between, a node leader other than
-    rank 0 asks rank 0 (rendezvous_nodes.py). After either the socket's path is removed and nobody else can connect.
+    rank 0 asks rank 0 (rendezvous_nodes.py). After either the socket's path is removed: no one else can connect.
     """
 
     def __init__(self, path: Path, identity: Identity, leader: int, ranks: tuple[int, ...], limits: Limits) -> None:

@@ -166,7 +166,7 @@ class NodeJoin:
             self._reach(channel, Greeting.STARTED)
 
     def decline(self, verdict: Verdict) -> None:
-        """A rank of this node was refused: tells rank 0, which refuses all."""
+        """A rank of this node was refused: reports it to rank 0, which refuses all."""
         step = self.links["step"]
         step.send(self.machines["step"].codec.encode(Kind.END, self._rank, body=verdict))
         step.flush(self._limits.divergence)

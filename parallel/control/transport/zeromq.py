@@ -3,7 +3,7 @@
 Knows: sockets, keys, who may connect, sizes and queues, broken and restored connections.
 Does not know: the handshake (rendezvous_nodes.py), the contents of frames, when one is due.
 
-Every process has a key pair of its own whose secret never leaves it; public keys are exchanged through the job's
+Every process has a key pair whose secret never leaves it; public keys are exchanged through the job's
 rendezvous store. The ROUTER asks the ZAP handler about every connection, and the handler knows only the public keys of
 this job's nodes. A frame is attributed to the rank whose key opened its connection, whatever its routing id says.
 """
