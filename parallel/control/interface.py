@@ -267,12 +267,7 @@ class SingleRankControl(Closing):
         return effect
 
     def agree_max(self, step: int, numbers: Sequence[int]) -> tuple[int, ...]:
-        if step != self.turns - 1 or step == self._agreed:
-            raise ValueError(
-                f"control plane: agree_max of step {step} in turn {self.turns - 1}, last of step {self._agreed}; "
-                "it is called at most once a turn, for that turn's step"
-            )
-        maximum = checked(numbers)
+        maximum = checked(numbers, step, self.turns - 1, self._agreed)
         self._agreed = step
         return maximum
 

@@ -96,12 +96,8 @@ class Follower:
 
         Raises ValueError for another step, a second proposal, or numbers that cannot be agreed on.
         """
-        if step != self.step or step == self._proposal[0]:
-            raise ValueError(
-                f"control plane: agree_max of step {step} in turn {self.step}, last of step {self._proposal[0]}; "
-                "it is called at most once a turn, for that turn's step"
-            )
-        proposal = self.codec.encode(Kind.PROPOSE, self.rank, step, body=Numbers(checked(numbers)))
+        mine = Numbers(checked(numbers, step, self.step, self._proposal[0]))
+        proposal = self.codec.encode(Kind.PROPOSE, self.rank, step, body=mine)
         self._enter(FollowerInput.PROPOSE)
         self.maximum = None
         self._proposal = step, proposal

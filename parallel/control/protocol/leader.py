@@ -324,12 +324,7 @@ class Leader:
 
         Raises ValueError for another step, a second proposal, or numbers that cannot be agreed on.
         """
-        if step != self.step or step == self._proposed[0]:
-            raise ValueError(
-                f"control plane: agree_max of step {step} in turn {self.step}, last of step {self._proposed[0]}; "
-                "it is called at most once a turn, for that turn's step"
-            )
-        mine = checked(numbers)
+        mine = checked(numbers, step, self.step, self._proposed[0])
         self.enter(LeaderInput.PROPOSE)
         self.maximum = None
         self._proposed, self._alive = (step, now), now

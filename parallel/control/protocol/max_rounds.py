@@ -16,8 +16,17 @@ from parallel.control.wire.frames import MAX_NUMBER, MAX_NUMBERS
 Proposed = tuple[int, ...]
 
 
-def checked(numbers: Sequence[int]) -> Proposed:
-    """``numbers`` as a proposal. Raises ValueError for one below 0 or above MAX_NUMBER, and for too many."""
+def checked(numbers: Sequence[int], step: int, turn: int, last: int) -> Proposed:
+    """``numbers`` as a proposal for ``step`` in ``turn``, after one for step ``last``.
+
+    Raises ValueError for another step than the turn's, for the second proposal of a turn, for too many numbers, and for
+    a number below 0 or above MAX_NUMBER.
+    """
+    if step != turn or step == last:
+        raise ValueError(
+            f"control plane: agree_max of step {step} in turn {turn}, last of step {last}; it is called at most once a "
+            "turn, for that turn's step"
+        )
     if len(numbers) > MAX_NUMBERS:
         raise ValueError(f"control plane: {len(numbers)} numbers to agree on, the limit is {MAX_NUMBERS}")
     if numbers and not 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER:
