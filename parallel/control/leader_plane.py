@@ -83,8 +83,9 @@ class LeaderPlane(Closing):
             raise machine.verdict.error()
         effect, record = machine.begin(step, digest, payload)
         self._numbers.append(self.link.broadcast(record))  # first of all: followers may be waiting for it
-        machine.look_back(digest, payload, record, self._now())
-        self._receive(0.0)
+        now = self._now()
+        machine.look_back(digest, payload, record, now)
+        self._receive(0.0, now)
         if len(self._numbers) > machine.horizon and self.link.behind(self._numbers[0]):
             self._deliver(self._numbers[0])
         self.turns += 1
@@ -170,11 +171,14 @@ class LeaderPlane(Closing):
                 self.machine.stalled(ranks)
             self._receive(0.001)
 
-    def _receive(self, timeout: float) -> int:
-        """Handles frames received within ``timeout`` seconds; returns the number of the last broadcast they led to."""
+    def _receive(self, timeout: float, now: float | None = None) -> int:
+        """Handles frames received within ``timeout`` seconds; returns the number of the last broadcast they led to.
+
+        ``now``: by our clock, if the caller has just read it.
+        """
         machine, number = self.machine, 0
         received = self.link.receive(timeout)
-        now = self._now()
+        now = self._now() if now is None else now
         for via, what in received:
             self._handle(via, what, now)
         if now >= self._next_tick:

@@ -161,12 +161,12 @@ def _clean_stale(path: Path) -> None:
 class PacketSocket:
     """One connection: whole frames in, whole frames out, never blocking.
 
-    ``send`` queues what the kernel does not take (``behind`` is then the oldest queued frame's number; ``pump`` goes
-    on), so that a slow reader never blocks the writer in the middle of its step. A broken connection is ``closed`` for
-    sending; ``receive`` still returns what had arrived, then raises EOFError.
+    ``send`` queues what the kernel does not take, and ``pump`` offers it again, so that a slow reader never blocks the
+    writer in the middle of its step. ``queue``: packets that wait, each with its frame's number, the oldest first. A
+    broken connection is ``closed`` for sending; ``receive`` still returns what had arrived, then raises EOFError.
     """
 
-    __slots__ = ("_buffer", "_fd", "_parts", "_queue", "_view", "_wanted", "closed", "socket")
+    __slots__ = ("_buffer", "_fd", "_parts", "_view", "_wanted", "closed", "queue", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -176,21 +176,16 @@ class PacketSocket:
         self._fd = connection.fileno()
         self._buffer = bytearray(PACKET)
         self._view = memoryview(self._buffer)
-        self._queue: deque[tuple[int, memoryview]] = deque()
+        self.queue: deque[tuple[int, memoryview]] = deque()
         self._parts: list[bytes] = []
         self._wanted = 0
 
     def fileno(self) -> int:
         return self._fd
 
-    @property
-    def behind(self) -> int | None:
-        """The number of the oldest frame that the kernel has not taken whole; None when there is none."""
-        return self._queue[0][0] if self._queue else None
-
     def send(self, frame: bytes, number: int = 0) -> None:
-        """Sends or queues ``frame``; ``number`` is the caller's, ascending; see ``behind``."""
-        if not self._queue and len(frame) <= PACKET and not self.closed:
+        """Sends or queues ``frame``; ``number`` is the caller's, ascending; see ``queue``."""
+        if not self.queue and len(frame) <= PACKET and not self.closed:
             try:  # _offer inlined: a leader sends to every rank in turn, and the last one waits for all
                 self.socket.send(frame, _NO_SIGNAL)
                 return
@@ -201,13 +196,13 @@ class PacketSocket:
         if self.closed:
             return
         view = memoryview(frame)
-        self._queue.extend((number, view[at : at + PACKET]) for at in range(0, len(frame), PACKET))
+        self.queue.extend((number, view[at : at + PACKET]) for at in range(0, len(frame), PACKET))
         self.pump()
 
     def pump(self) -> None:
         """Gives the kernel as many queued packets as it takes."""
-        while self._queue and self._offer(self._queue[0][1]):
-            self._queue.popleft()
+        while self.queue and self._offer(self.queue[0][1]):
+            self.queue.popleft()
 
     def receive(self, until: float | None = None) -> bytes | None:
         """The next whole frame, or None when there is none yet. Polls until the monotonic time ``until``, and meanwhile
@@ -221,7 +216,7 @@ class PacketSocket:
             except BlockingIOError:
                 if until is None or time.monotonic() >= until:
                     return None
-                if self._queue:
+                if self.queue:
                     self.pump()
                 continue
             except _GONE:
@@ -251,7 +246,7 @@ class PacketSocket:
 
     def close(self) -> None:
         self.closed = True
-        self._queue.clear()
+        self.queue.clear()
         self.socket.close()
 
     def _left_unread(self) -> int:
@@ -268,6 +263,6 @@ class PacketSocket:
             return False
         except _GONE:
             self.closed = True
-            self._queue.clear()
+            self.queue.clear()
             return False
         return True

@@ -43,7 +43,7 @@ class UdsFollowerLink:
             now = time.monotonic()
         while now < until:
             connection.pump()
-            if self._poll.poll(max(1, 1000 * (until - now)) if connection.behind is None else 1):
+            if self._poll.poll(max(1, 1000 * (until - now)) if not connection.queue else 1):
                 frame = connection.receive()
                 if frame is not None:
                     return frame
@@ -57,7 +57,7 @@ class UdsFollowerLink:
     def flush(self, timeout: float) -> None:
         """Waits up to ``timeout`` seconds until queued frames have left."""
         until = time.monotonic() + timeout
-        while self.connection.behind is not None and not self.connection.closed and time.monotonic() < until:
+        while self.connection.queue and not self.connection.closed and time.monotonic() < until:
             self.connection.pump()
             time.sleep(0.001)
 
@@ -129,9 +129,9 @@ class UdsLeaderLink:
         """The ranks whose socket has not taken frame ``number`` whole, after one more try."""
         late = []
         for rank, connection in self.connections.items():
-            if connection.behind is not None:
+            if connection.queue:
                 connection.pump()
-                if connection.behind is not None and connection.behind <= number:
+                if connection.queue and connection.queue[0][0] <= number:
                     late.append(rank)
         return tuple(late)
 
