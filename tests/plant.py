@@ -80,8 +80,8 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "mixed.keep": (DraftTokens, "keep"),
     # take_in(rows, positions_X): updates recurrent state with the accepted tokens
     "mixed.take_in": (DraftTokens, "_update_state"),
-    # drawing(chunks) -> int64 [X]: the tokens after which one is sampled
-    "mixed.drawing": (DraftTokens, "drawing"),
+    # sampled(chunks) -> int64 [X]: the tokens after which one is sampled
+    "mixed.drawing": (DraftTokens, "sampled"),
     # proposed(emitting_R, decodes_R, variant) -> Proposed, as the tail verifies it
     "mixed.proposed": (DraftTokens, "proposed"),
     # Proposed(tokens_BQ, ...): the same, as it is made
@@ -99,11 +99,11 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "window.shown": (commit, "_shown"),
     # copy_forked(spec): copies the blocks in whose middle prompts end, before the tail
     "prefill.copy_forked": (PackedStep, "copy_forked"),
-    # attention_of_drawing(chunks, packed, longest) -> DecodeAttention of the last layer's sampled tokens alone; None
-    "prefill.last_attention": (PackedStep, "_attention_of_drawing"),
+    # attention_of_sampled(chunks, packed, longest) -> DecodeAttention of the last layer's sampled tokens alone; None
+    "prefill.last_attention": (PackedStep, "_attention_of_sampled"),
     # numbers: tokens from which a step is large; tokens a sample from which the last layer computes only those
     "prefill.large_step": (packed_step, "LARGE_STEP"),
-    "prefill.tokens_a_draw": (packed_step, "_TOKENS_A_DRAW"),
+    "prefill.tokens_a_draw": (packed_step, "_TOKENS_A_SAMPLE"),
     # replay(spec): of a captured step with chunks
     "prefill.replay": (PackedStep, "replay"),
     # rehearse(): the largest step over padding. try_variant(bucket, variant, exchange_rows): one of decode requests

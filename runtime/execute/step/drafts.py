@@ -71,7 +71,7 @@ class DraftTokens(DecodeTokens):
         self.made = memory.made(self._parts, self.width)  # rows i * W to i * W + W - 1 are row i's
         self.drafted = memory.drafted(self._parts, drafts)
 
-    def guessed_by(self, variant: SamplingVariant) -> SamplingVariant:
+    def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """Sampled draft tokens need temperature and filters."""
         return SamplingVariant(random=True, filters=variant.filters) if draws(self._proposer, variant) else GREEDY
 
@@ -80,7 +80,7 @@ class DraftTokens(DecodeTokens):
         rows_B = torch.where(staged.decodes_R != 0, staged.slots_R, PADDING_SLOT)
         columns = self._parts.tables.gather(rows_B)
         proposed = guesses_for(self._proposer, rows_B, columns, self.tokens - 1, variant)
-        # Rows of the padding slot write the same, so that what they draw is the same on every rank.
+        # Rows of the padding slot write the same, so that what they sample is the same on every rank.
         real_B1 = (rows_B != PADDING_SLOT)[:, None]
         self.tokens_SQ.index_copy_(0, rows_B, torch.where(real_B1, proposed.tokens_BQ, 0))
         self._scripted = proposed.scripted_B is not None  # of a proposer always or never
@@ -112,7 +112,7 @@ class DraftTokens(DecodeTokens):
         first = min(len(made_XX), len(made_TX))
         made_XX[:first].copy_(made_TX[:first])
 
-    def drawing(self, chunks: Chunks) -> Tensor:
+    def sampled(self, chunks: Chunks) -> Tensor:
         """All tokens of a decode request; of other rows the last one W times."""
         after_N = torch.arange(1 - self.tokens, 1, device=chunks.logit_rows_R.device)
         return (chunks.logit_rows_R[:, None] + (chunks.decodes_R != 0)[:, None] * after_N).reshape(-1)

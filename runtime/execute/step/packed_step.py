@@ -46,7 +46,7 @@ from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK, StepKind, StepPlan
 
 log = logging.getLogger(__name__)
 
-_TOKENS_A_DRAW = 8  # from so many on, the last layer's queries and attention are worth launches of their own
+_TOKENS_A_SAMPLE = 8  # from so many on, the last layer's queries and attention are worth launches of their own
 
 
 class Lengths(NamedTuple):
@@ -86,7 +86,7 @@ class DecodeTokens:
         """Propose draft tokens for the first ``rows`` rows of the step whose chunks are staged, of those that decode;
         ``variant`` samples the step."""
 
-    def guessed_by(self, variant: SamplingVariant) -> SamplingVariant:
+    def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
         """What ``propose`` needs of the step's variant; steps with the same share a graph."""
         return GREEDY
 
@@ -102,7 +102,7 @@ class DecodeTokens:
         """Whose state each row continues; the forward pass updates it with all tokens."""
         return chunks.state_rows(packed.ghosts_R)
 
-    def drawing(self, chunks: Chunks) -> Tensor:
+    def sampled(self, chunks: Chunks) -> Tensor:
         """int64 [X], row-major, ``tokens`` a row: the tokens in T after which a row may sample."""
         return chunks.logit_rows_R
 
@@ -128,7 +128,7 @@ class PackedStep:
         self._tail = Tail(parts.model, parts.tables, parts.ring)
         self._feed = ProposerFeed(parts.proposer)
         self._passes: dict[tuple[int, bool], Graph] = {}  # by tokens and split keys
-        self._proposing, self._passing, self._drawing = map(parts.part_range, ("propose", "forward", "tail"))
+        self._in_propose, self._in_forward, self._in_tail = map(parts.part_range, ("propose", "forward", "tail"))
 
     def serves(self, plan: StepPlan, kind: StepKind) -> bool:
         return kind is not StepKind.DECODE and plan.width == self.width
@@ -210,15 +210,15 @@ class PackedStep:
         """Put a captured step, whose chunks are staged and padded to ``spec.captured``, on the compute stream."""
         shape = spec.shape
         if shape.proposing:
-            with self._proposing:
-                self.proposals[shape.proposing, self.decode.guessed_by(shape.variant), 0].replay()
-        with self._passing:
+            with self._in_propose:
+                self.proposals[shape.proposing, self.decode.proposal_variant(shape.variant), 0].replay()
+        with self._in_forward:
             attention = self._memory.attention
             if not shape.split_keys and attention.table is None:
                 self._plan(Lengths.of(spec.plan))
             self._passes[spec.captured, shape.split_keys].replay()
         self.copy_forked(spec)
-        with self._drawing:
+        with self._in_tail:
             self.tails[shape.rows, shape.variant, 0].replay()
 
     def _launch_eagerly(
@@ -307,7 +307,7 @@ class PackedStep:
         ``captured``: in a graph, whose kernels are compiled before the first request comes.
         """
         size, decode, feed = self._parts.limits.block_size, self.decode, self._feed
-        packed, drawing_X = decode.gather(chunks), decode.drawing(chunks)
+        packed, sampled_X = decode.gather(chunks), decode.sampled(chunks)
         could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // decode.tokens)  # forks have no tokens
         table_RP = attention.page_table_BP[: len(chunks.slots_R)]
         longest = table_RP.shape[1] * size
@@ -322,14 +322,14 @@ class PackedStep:
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES, longest)
-        drawing_alone = captured and not (every_token or feed.on) and self._parts.model.last_layer_asks_alone
+        sampled_alone = captured and not (every_token or feed.on) and self._parts.model.last_layer_asks_alone
         inputs = StepInputs(
             token_ids_T=packed.token_ids_T,
             positions_T=packed.positions_T,
             kv_slots_T=packed.kv_slots_T,
             attention=MixedAttention(of_decode, of_chunks) if mixed or split_keys else of_chunks,
-            logit_rows_R=None if every_token or feed.reads_hidden else drawing_X,
-            last_attention=self._attention_of_drawing(chunks, packed, longest) if drawing_alone else None,
+            logit_rows_R=None if every_token or feed.reads_hidden else sampled_X,
+            last_attention=self._attention_of_sampled(chunks, packed, longest) if sampled_alone else None,
             state=decode.state_rows(chunks, packed) if self._parts.has_slot_state else None,
             exchange_rows=exchange or None,
         )
@@ -338,9 +338,9 @@ class PackedStep:
             return hidden, None
         self._show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
         features_TF = feed.features_TF
-        features_XF = None if features_TF is None else features_TF.index_select(0, drawing_X)
+        features_XF = None if features_TF is None else features_TF.index_select(0, sampled_X)
         if feed.reads_hidden and not every_token:
-            hidden = hidden.index_select(0, drawing_X)
+            hidden = hidden.index_select(0, sampled_X)
         return hidden, features_XF
 
     def _show_chunks(self, inputs: StepInputs, chunks: Chunks, packed: Packed, hidden_TN: Tensor | None) -> None:
@@ -357,14 +357,14 @@ class PackedStep:
         features_TF = self._feed.features_TF
         self._feed.observe(Observed(inputs, slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, features_TF))
 
-    def _attention_of_drawing(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
+    def _attention_of_sampled(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
         """Attention of each row's last token alone; None if all tokens are too few for the extra launches, and for rows
         that may sample more than once.
 
         A row that samples nothing (a chunk before the last one, padding) sees one key: its result is not read.
         """
         tokens, rows = len(chunks.slots_T), len(chunks.logit_rows_R)
-        if self.decode.tokens > 1 or tokens < max(LARGE_STEP, _TOKENS_A_DRAW * rows):
+        if self.decode.tokens > 1 or tokens < max(LARGE_STEP, _TOKENS_A_SAMPLE * rows):
             return None
         table_RP = self._parts.tables.gather_blocks(chunks.slots_T.index_select(0, chunks.logit_rows_R))
         lengths_R = packed.positions_T.index_select(0, chunks.logit_rows_R) + 1
@@ -389,8 +389,8 @@ class PackedStep:
 
     def _captured_tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange: int) -> None:
         _, _, hidden_XN, features_XF, _ = self._memory
-        drawing = len(emitting_B) * self.decode.tokens
-        self._finish(hidden_XN[:drawing], None if features_XF is None else features_XF[:drawing], emitting_B, variant)
+        sampled = len(emitting_B) * self.decode.tokens
+        self._finish(hidden_XN[:sampled], None if features_XF is None else features_XF[:sampled], emitting_B, variant)
 
     def _pass(self, tokens: int, split_keys: bool) -> None:
         """The forward pass of what is staged, of ``tokens`` tokens; graph-safe."""
@@ -427,7 +427,7 @@ class PackedStep:
         self._rehearse(self._parts.limits.max_prefill_tokens)
         if self._parts.device.torch_device.type != "cpu":
             for variant in self._parts.config.warm_variants:
-                if self.decode.guessed_by(variant).random:
+                if self.decode.proposal_variant(variant).random:
                     self._rehearse_tail(variant)
 
     def compile_shorter(self) -> None:
@@ -444,7 +444,7 @@ class PackedStep:
         found: list[Callable[[], None]] = [partial(self._rehearse_pass, *one) for one in self._wanted]
         kinds = [(self.tails, self._parts.config.warm_variants)]
         if self.decode.proposes:
-            kinds.insert(0, (self.proposals, self._guessed_by))
+            kinds.insert(0, (self.proposals, self._proposal_variants))
         for graphs, variants in kinds:
             found += [partial(graphs.run_over_padding, bucket, one) for bucket in graphs.row_maps for one in variants]
         return found
@@ -456,7 +456,7 @@ class PackedStep:
         tail = partial(self.tails.run_over_padding, bucket, variant)
         if not self.decode.proposes:
             return [tail]
-        return [partial(self.proposals.run_over_padding, bucket, self.decode.guessed_by(variant)), tail]
+        return [partial(self.proposals.run_over_padding, bucket, self.decode.proposal_variant(variant)), tail]
 
     def warm_up(self) -> None:
         """Capture all graphs, the largest first so that the shared memory pool is sized once, and replay that one."""
@@ -474,7 +474,7 @@ class PackedStep:
                 way_out="--memory-fraction or --max-num-batched-tokens; --no-prefill-graphs does without these graphs",
             )
         if self.decode.proposes:
-            self.proposals.warm_up(self._guessed_by)
+            self.proposals.warm_up(self._proposal_variants)
         self.tails.warm_up(self._parts.config.warm_variants)
         device.release_unused()  # of the rehearsals here
         self.replay_padding(largest)
@@ -491,9 +491,9 @@ class PackedStep:
         self._passes[tokens, False].replay()
 
     @property
-    def _guessed_by(self) -> tuple[SamplingVariant, ...]:
+    def _proposal_variants(self) -> tuple[SamplingVariant, ...]:
         """Variants in which proposals are captured."""
-        return tuple(dict.fromkeys((GREEDY, *map(self.decode.guessed_by, self._parts.config.warm_variants))))
+        return tuple(dict.fromkeys((GREEDY, *map(self.decode.proposal_variant, self._parts.config.warm_variants))))
 
     def _rehearse(self, tokens: int) -> None:
         """So many tokens on the padding slot: nothing but the trash block is written."""
