@@ -1,7 +1,7 @@
-"""The executor: launches steps on this rank's device and hands their results back.
+"""The executor: launches steps on this rank's device and returns their results.
 
-Knows: the path of a step (stage, apply, run, send home), the roles there are, and how memory is sized and warmed up.
-Does not know: what a role computes (step/), why a plan is what it is (runtime/schedule), requests' text.
+Knows: the path of a step (stage, apply, run, copy home), which kinds of steps exist, and how memory is sized and warmed
+up. Does not know: what a step computes (step/), why a plan is what it is (runtime/schedule), requests' text.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Executor:
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
             history=0 if proposer is None else limits.max_model_len + limits.width,
         )
-        beside = (max_rows * limits.window if drafts else max_rows) if config.mixed else 0
-        most_tokens = limits.max_prefill_tokens + beside
-        entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one behind it
+        decode_tokens = (max_rows * limits.window if drafts else max_rows) if config.mixed else 0
+        most_tokens = limits.max_prefill_tokens + decode_tokens
+        entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one after it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(
             device,
@@ -162,18 +162,18 @@ class Executor:
         self.device.release_unused()  # of the rehearsals
 
     def count_from_here(self) -> None:
-        """What was allocated and captured until now belongs to the start."""
+        """Count allocations and captures from now on: those before belong to the start."""
         self.allocations_at_warmup = self.device.allocations()
         self.captures_at_warmup = self.device.captures
 
     @property
     def prefill_attention(self) -> str:
-        """Whose kernel it is, for records of measurements."""
+        """The name of the kernel, for records of measurements."""
         return self._model.kernels.prefill_name
 
     @property
     def late_captures(self) -> dict[str, int]:
-        """Graphs that a running engine had to wait for, by sampling variant."""
+        """Number of graphs captured after start-up, by sampling variant."""
         found: Counter[str] = Counter()
         for graphs in self._row_graphs:
             found.update(graphs.late)
@@ -192,12 +192,12 @@ class Executor:
 
     @property
     def restores_prefixes(self) -> bool:
-        """Whether a sequence can begin behind tokens that another one computed: with slot state, from a snapshot."""
+        """Whether a sequence can begin after a cached prefix; with slot state, from a snapshot."""
         return not self._model.cache_layout.has_slot_state or self.snapshots > 0
 
     @property
     def snapshots(self) -> int:
-        """Of slot state; 0 where the model keeps none."""
+        """Number of snapshots of slot state; 0 for a model without it."""
         return self.sizing.shape.snapshots
 
     @property
@@ -206,29 +206,29 @@ class Executor:
 
     @property
     def group(self) -> int:
-        """Which of the data-parallel groups that share experts this is; 0 where there is one."""
+        """Number of this rank's data-parallel group; 0 for one group."""
         exchange = self._model.expert_split.exchange
         return 0 if exchange is None else exchange.index
 
     @property
     def mixes(self) -> bool:
-        """Whether rows may decode in steps with chunks. On GPUs only where such steps are captured: the host would need
-        longer for their launches than all rows for a decode step."""
+        """Whether packed steps may have decode requests. On GPUs only if these steps are captured: otherwise their
+        launches would take the host longer than a decode step takes the device."""
         captured = bool(self.prefill.buckets) or self.device.torch_device.type == "cpu"
         return self._config.mixed and captured
 
     @property
     def mixes_windows(self) -> bool:
-        """Whether these rows may have windows there."""
+        """Whether these may have draft windows."""
         return self.mixes and any(step.decode.proposes for step in self._packed)
 
     @property
     def captured_tokens(self) -> tuple[int, ...]:
-        """Tokens of the steps with chunks that are captured, ascending."""
+        """Token counts of captured packed steps, ascending."""
         return self.prefill.buckets
 
     def kv_read_ms(self) -> float:
-        """Milliseconds that reading the KV of one token takes, in all layers, at the rate of one large read."""
+        """Milliseconds to read the KV of one token in all layers, at the rate of one large read."""
         if not self.pool.paged:
             return 0.0
         words = self.pool.paged[0].view(torch.uint8).view(-1)[:_READ_BYTES].view(torch.int64)
@@ -237,11 +237,11 @@ class Executor:
         return took / (words.numel() * 8) * self.pool.layout.bytes_per_token
 
     def step_costs(self) -> dict[int, float]:
-        """Milliseconds of captured steps with chunks, by tokens: up to 1024 all of them, beyond at each doubling, and
-        the largest. No more tokens than all rows together can have: there is no such step.
+        """Milliseconds of captured packed steps, by tokens: all of them up to 1024, beyond that each doubling and the
+        largest, but no more tokens than all rows together can have.
 
-        For start-up; with several ranks all of them must call it. Tokens are padding, in prompts of their own, which
-        recurrent layers and experts compute all the same.
+        For start-up; all ranks must call it. Tokens are padding, arranged as prompts that recurrent layers and experts
+        compute.
         """
         found: dict[int, float] = {}
         buckets, limits = self.prefill.buckets, self._config.limits
@@ -258,7 +258,7 @@ class Executor:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Steps that are launched and taken inside, before the engine's first one, are neither counted nor timed."""
+        """Steps launched and taken inside, before the engine's first one, are neither counted nor timed."""
         taken = dict(self.fallbacks.counts)
         with self.results.untimed():
             yield
@@ -268,9 +268,8 @@ class Executor:
         self.count_from_here()
 
     def replay_ms(self, spec: LaunchSpec, replays: int) -> float:
-        """Milliseconds of a replay of the graph that decode step ``spec`` launched last, one behind the other.
-
-        When nothing is in flight. Rows that still run gain tokens that nobody is told of, so they are cancelled then.
+        """Milliseconds of one replay, of ``replays`` in a row, of the graph of decode step ``spec``. Nothing may be in
+        flight. Running rows append tokens that are not reported, so the caller cancels them.
         """
         shape = spec.shape
         step = self._rows[self._config.limits.row_tokens(shape.width)]
@@ -296,20 +295,20 @@ class Executor:
     # ---- each step ----
 
     def needs(self, plan: StepPlan | None) -> LaunchNeeds:
-        """What the plan needs of a step that several groups launch together; to be asked once a plan."""
+        """What the plan needs of a step that several groups launch together; to be called once per plan."""
         return self._resolver.needs(plan)
 
     def resolve(self, plan: StepPlan | None, agreed: LaunchNeeds | None = None, *, step: int = -1) -> LaunchSpec:
-        """How the plan is launched. ``agreed``: what all groups need, where there are several; then a group without a
-        plan launches ``step`` for the others' sake, without a row of its own."""
+        """How the plan is launched. ``agreed``: the maximum of all groups' needs, None for one group. A group without a
+        plan launches ``step`` without rows, since the other groups' all-to-alls need it."""
         if plan is None:
             plan = StepPlan(step, StepKind.DECODE, (), (), width=1)
         return self._resolver.resolve(plan, agreed)
 
     def launch(self, spec: LaunchSpec) -> None:
-        """Put one step on the device, behind everything launched before it."""
+        """Put one step on the device, after everything launched before it."""
         compute = self.device.compute
-        if spec.shared_bucket:  # a capture rehearses the step, and its exchanges need all groups, prefilling ones too
+        if spec.shared_bucket:  # a capture runs the step, and its all-to-alls need all groups, also those that prefill
             key = spec.shared_bucket, spec.shape.variant, spec.shape.exchange
             for tokens in (1, spec.shared_width):
                 self._rows[tokens].graphs[key]
@@ -322,12 +321,12 @@ class Executor:
             self.staging.apply(staged)
         self._roles[spec.role].launch(spec, ticket.scores)
         if self.pool.banks and (spec.plan.forks or spec.plan.saved):
-            self._copy_behind(spec)
+            self._copy_after(spec)
         compute.record(ticket.ready)
         self.results.submit(ticket)
 
-    def _copy_behind(self, spec: LaunchSpec) -> None:
-        """Behind the step: the state that forked answers continue from; snapshots. Blocks of forks: packed_step.py."""
+    def _copy_after(self, spec: LaunchSpec) -> None:
+        """State from which forked answers continue, and snapshots. Blocks of forks: packed_step.py."""
         states_2C = self.staging.kept_states(spec)
         self.device.compute.submit(lambda: self.pool.copy_states(states_2C))
 
@@ -406,12 +405,12 @@ class Executor:
         return sizing
 
     def _compile_ahead(self, *rehearsals: Callable[[], None]) -> None:
-        """Have what they will launch compiled by several threads, at start-up; on a CPU nothing is compiled."""
+        """Compile the kernels that ``rehearsals`` launch, in several threads, at start-up; nothing on a CPU."""
         if self.device.torch_device.type == "cpu":
             return
         from models.kernels.compile_ahead import compile_ahead, threads_here  # it imports Triton
 
-        # With log-probabilities torch writes a step back: records that no kernel has filled, live and of no token.
+        # With log-probabilities torch commits a step: records that no kernel has filled, live and of no token.
         each = (work for rehearse in rehearsals for work in (rehearse, self.tables.reset_padding))
         with self._model.few_layers():
             works = (partial(self.device.compute.submit, work) for work in each)
@@ -423,13 +422,12 @@ class Executor:
                 bind_thread=self.device.bind_thread,
                 progress=self._compiling,
             )
-        self.device.compute.submit(self._ring.start_over)  # appends were taken back that no kernel had made
+        self.device.compute.submit(self._ring.start_over)  # appends were undone that no kernel had made
 
     def _snapshots_of(self, shape: CacheShape, peak: int) -> int:
-        """As many as were asked for, or as a share of the memory for caches holds; the same number on every rank.
-
-        0 where the model keeps no state of slots, whatever a drafter keeps: what that needs behind a shared prefix it
-        is shown with the rest of the prompt.
+        """Number of snapshots: the configured one, or as many as a share of the memory for caches holds; the same on
+        every rank. 0 for a model without slot state, whatever state a drafter has: after a cached prefix it observes
+        the rest of the prompt.
         """
         config, limits = self._config, self._config.limits
         if not self._model.cache_layout.has_slot_state:
@@ -444,7 +442,7 @@ class Executor:
         return config.agree_min(snapshots_that_fit(left, shape, limits.rows, blocks))
 
     def _count_standing_fallbacks(self) -> None:
-        """Those that every step takes from now on, counted once; of prefill attention each step is counted."""
+        """Count the fallbacks that every step takes, once; prefill attention is counted in each step."""
         kernels = self._model.kernels
         standing = {**self._config.slower, **kernels.slower_kernels, "torch_kernels": kernels.slower}
         standing["nccl_all_reduce"] = self._model.collectives.slower
@@ -457,10 +455,10 @@ class Executor:
             self.fallbacks.take("torch_sampling", "Triton cannot be imported: pip install triton")
 
     def _widest_variant(self) -> SamplingVariant:
-        """The widest sampling variant for whose late graphs there is memory on every rank; others are refused.
+        """The widest sampling variant whose late graphs fit into memory on every rank; wider ones are refused.
 
-        What was warmed up is there already. A variant that was not is captured when its first request comes, and a
-        capture that fails then would end the job. So the candidates are tried now, over padding, widest first.
+        A variant that was not warmed up is captured when its first request comes, and a capture that fails then would
+        end the job. So the candidates are tried now, over padding, widest first.
         """
         warmed = GREEDY
         for variant in self._config.warm_variants:
@@ -469,17 +467,17 @@ class Executor:
         return next((candidate for candidate in candidates if self._has_room_for(candidate)), warmed)
 
     def _has_room_for(self, variant: SamplingVariant) -> bool:
-        """Whether every rank has room for whatever may be captured late in it, of the largest bucket: a window's logits
-        are those of a decode step W times.
+        """Whether every rank has memory for all graphs that may be captured late in it, for the largest bucket: a draft
+        window has W times the logits of a decode step.
 
-        Its kernels are compiled ahead over the smallest bucket, which takes next to no memory: those of the sampler are
-        the same for any number of rows, and those of the layers are there."""
+        Its kernels are compiled ahead for the smallest bucket, which takes little memory: those of the sampler are the
+        same for any number of rows, and those of the layers are compiled already."""
         if self.device.torch_device.type == "cpu":
             return True
         buckets = self._config.decode_buckets
         with self.tables.seen_by_padding():
             self._compile_ahead(*self._trials(buckets[0], variant))
-            self.device.compute.synchronize()  # a stream may run its work later, and the tables are not there for long
+            self.device.compute.synchronize()  # a stream may run its work later, and the tables are temporary
         late_seen = variant.penalties and self.tables.seen is None
         rows = sorted({buckets[0], buckets[len(buckets) // 2], buckets[-1]})
         try:
@@ -493,15 +491,15 @@ class Executor:
             self.device.release_unused()
 
     def _trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:
-        """Of every role, the same on all ranks."""
+        """Of every kind of step, the same on all ranks."""
         return [trial for role in self._roles.values() for trial in role.trials(bucket, variant)]
 
     def _all_hold(self, trials: Sequence[Trial], rows: Sequence[int]) -> bool:
-        """Whether every rank can run ``trials``, one over each number of ``rows``, ascending, where graphs hold as much
-        for themselves as a trial takes, in addition to it or to the largest step.
+        """Whether every rank can run ``trials``, one for each number of ``rows``, ascending, if graphs keep as much
+        memory as a trial takes, in addition to the trial or to the largest step.
 
-        Agreed after each, by what the last one will take: a rank out of memory inside a trial would leave out exchanges
-        that the others wait in.
+        Ranks agree after each on what the last one is expected to take: a rank that runs out of memory inside a trial
+        would leave out collectives in which the others wait.
         """
         before, peak = 0.0, 0.0
         for index, trial in enumerate(trials):
@@ -516,15 +514,15 @@ class Executor:
         return True
 
     def _peak_of(self, trial: Work) -> float:
-        """Bytes that it takes on this rank; infinite where there is not so much."""
+        """Bytes that it takes on this rank; infinite if memory runs out."""
         try:
             return self.device.peak_of(trial)
         except torch.OutOfMemoryError:
-            self.device.compute.submit(self._ring.start_over)  # it may have failed behind its append
+            self.device.compute.submit(self._ring.start_over)  # it may have failed after its append
             return math.inf
 
     def _tune(self) -> None:
-        """Choose kernels for what was rehearsed, while there is room for copies of weights."""
+        """Choose kernels for the GEMMs that ran, while there is room for copies of weights."""
         if self._config.share is None:
             return
         began = time.perf_counter()

@@ -227,7 +227,7 @@ def _keeps_a_step_late(engine: Engine) -> None:
         for pairs_2C in due:
             executor.device.compute.submit(partial(executor.pool.copy_states, pairs_2C))
 
-    executor._copy_behind = copy_late  # type: ignore[method-assign]
+    executor._copy_after = copy_late  # type: ignore[method-assign]
     executor.launch = launch  # type: ignore[method-assign]
 
 

@@ -98,7 +98,7 @@ COPIES = {  # what Staging.apply calls, in its order
     "on_seated": ("admission", "before the forward pass", "its row, with zeros"),
     "on_restored": ("prefix hit", "the same, after the zeros", "its row, from its snapshot's"),
 }
-AFTER = {  # what Executor._copy_behind calls
+AFTER = {  # what Executor._copy_after calls
     "copy_states": ("forked answer, snapshot", "after the step", "its row, from that of the prompt's slot"),
 }
 PASSES: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...] = (  # functions, and the steps of their StateRows
@@ -111,7 +111,7 @@ PASSES: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...] = (  # functions,
 
 def writer_table() -> str:
     rows = ["| step | where | writes, of each bank |", "| --- | --- | --- |"]
-    for function, meanings in ((Staging.apply, COPIES), (Executor._copy_behind, AFTER)):
+    for function, meanings in ((Staging.apply, COPIES), (Executor._copy_after, AFTER)):
         called = [name for name, _ in _calls(function) if name in meanings]
         if missing := meanings.keys() - set(called):
             raise ValueError(f"{function.__qualname__} does not call {', '.join(sorted(missing))}")
