@@ -226,15 +226,21 @@ class TlsHandshake(asyncio.Protocol):
     def __init__(self, tls: ssl.SSLContext, http: BoundedHttp) -> None:
         self._tls = tls
         self._http = http
+        self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._http.take_seat(self)
-        socket = transport.get_extra_info("socket").dup()
+        try:
+            socket = transport.get_extra_info("socket").dup()
+        except OSError:  # no file is left
+            self._http.seats.lost(self._http)
+        else:
+            self._task = self._http.loop.create_task(self._shake_hands(socket))
         transport.abort()  # nothing was read
-        self._task = self._http.loop.create_task(self._shake_hands(socket))
 
     def abort(self) -> None:
-        self._http.loop.call_soon(lambda: self._task.cancel())
+        """Also of one that does not get its seat: its task comes later."""
+        self._http.loop.call_soon(lambda: self._task and self._task.cancel())
 
     async def _shake_hands(self, socket: Any) -> None:
         http = self._http

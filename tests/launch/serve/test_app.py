@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from launch.serve import bodies, chunks
 from launch.serve.parsers.deltas import merged
+from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.remote_engine import EngineLost
 from runtime.frontend.serve_messages import unpack_tokens
@@ -433,6 +434,22 @@ def test_one_request_leaves_rows_to_others(large: dict[str, Any]) -> None:
         assert fake.most_live == 4
 
     run(body, fake)
+
+
+def test_one_request_leaves_kv_blocks_to_others() -> None:
+    """Of eight blocks, seven hold two answers of up to 42 tokens."""
+
+    class Small(ServedFake):
+        @property
+        def occupancy(self) -> Occupancy:
+            return super().occupancy._replace(blocks=8)
+
+    async def body(client: Client) -> None:
+        asked = {"max_tokens": 40, "min_tokens": 40, "prompt": [[5, i] for i in range(6)]}
+        assert (await client.post("/v1/completions", asked)).status == 200
+        assert client.fake.most_live == 2
+
+    run(body, Small())
 
 
 def test_models_and_tokens() -> None:
