@@ -53,7 +53,7 @@ _NEUTRAL: Neutral = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"), ((), "multi-head latent attention")),
     **dict.fromkeys(("use_parallel_residual", "parallel_attn"), ((False,), "attention and MLP side by side")),
     "rope_local_base_freq": ((), "another rotation in some layers"),
-    "alibi": ((False,), "positions by ALiBi"),
+    **dict.fromkeys(("alibi", "use_alibi"), ((False,), "positions by ALiBi")),
     "clip_qkv": ((), "clipped queries, keys and values"),
     "swiglu_limit": ((), "clipped activations"),
     "hidden_activation": (("silu",), "another activation"),
@@ -221,6 +221,9 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         raise ValueError("quantized checkpoints ('quantization_config') are not supported; use the bfloat16 checkpoint")
     refuse_others(config, _NEUTRAL)
+    normed = "Qwen3" in str(config.get("architectures"))
+    meaning = f"{'no ' * normed}norms of queries and keys"
+    refuse_others(config, dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), ((normed,), meaning)))
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
     layer_types = config.get("layer_types") or []

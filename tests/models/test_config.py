@@ -221,6 +221,8 @@ def test_partial_rotation() -> None:
         ({"key_multiplier": 0.5}, "'key_multiplier' is 0.5, which asks for scaled keys; only 1 is implemented"),
         ({"no_rope_layers": [1, 0]}, "'no_rope_layers' is [1, 0], which asks for layers without rotation"),
         ({"rotary_pct": 0.5}, "'rotary_pct' is 0.5, which asks for rotating a part of each head; only 1 is"),
+        ({"use_qk_norm": False}, "'use_qk_norm' is False, which asks for no norms of queries and keys; only True is"),
+        ({"architectures": ["LlamaForCausalLM"], "qk_layernorm": True}, "'qk_layernorm' is True, which asks for norms"),
         ({"swiglu_limit": 7.0}, "'swiglu_limit' is 7.0, which asks for clipped activations"),
         ({"is_causal": False}, "'is_causal' is false, but only causal attention is implemented"),
         ({"is_causal": 0}, "'is_causal' must be true or false, not 0"),
@@ -391,7 +393,14 @@ def test_sliding_window_that_no_layer_uses_is_fine() -> None:
 
 
 def test_options_that_ask_for_what_is_done_anyway_are_fine() -> None:
-    same = {"rotary_dim": 10, "rotary_pct": 1.0, "rope_interleave": False, "lm_head_multiplier": 1, "alibi": False}
+    same = {
+        "qk_norm": True,
+        "rotary_dim": 10,
+        "rotary_pct": 1.0,
+        "rope_interleave": False,
+        "lm_head_multiplier": 1,
+        "alibi": False,
+    }
     assert tiny(**same, hidden_activation="silu", kv_lora_rank=None, sliding_window=None) == tiny()
 
 
