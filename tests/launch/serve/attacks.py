@@ -292,9 +292,10 @@ async def meanwhile(others: Others) -> AsyncIterator[None]:
         yield
         await asyncio.sleep(1.0)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while not all(task.done() for task in tasks):
+            for task in tasks:  # a wait that is over in the same moment swallows it
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.1)
 
 
 def memory(pid: int, name: str) -> float:
