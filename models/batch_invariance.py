@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from models.kernels.interface import Kernels
 from models.layers.decoder import Decoder, DecoderLayer
+from models.ops.contract import Ops
 
 _OF_EXPERTS = ("route_top_k", "router_logits", "route_sigmoid", "expert_mlp")
 _OF_SLOT_STATE = ("causal_conv", "gated_delta", "mamba2", "sigmoid_mul", "gated_add")  # and of what comes with it
@@ -31,7 +31,7 @@ def missing_invariance(model: Decoder) -> list[str]:
     return found + [f"layers of {name}" for name in sorted(mixers)]
 
 
-def missing_operations(kernels: Kernels, *, sparse: bool = True, recurrent: bool = True) -> list[str]:
+def missing_operations(kernels: Ops, *, sparse: bool = True, recurrent: bool = True) -> list[str]:
     """Operations that ``kernels`` do not declare batch-invariant; those of experts only of a ``sparse`` model, those
     over slot state only of a ``recurrent`` one.
     """

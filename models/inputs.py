@@ -32,7 +32,7 @@ class DecodeAttention:
     kv_lengths_B int32: tokens of KV to attend to, the new ones included.
     max_kv_length: the host's bound for a row (the page table covers it); never read from the device.
     skip_empty: a row of length 0 is none of decode's: its tokens are left as they are in an output that was given
-    (Kernels.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
+    (Ops.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
     starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
     or neither. Then attention has as many tokens as q; those of no row are undefined.
     causal: False where a new token sees all new tokens of its row, those behind it, too (a drafter's block). With
@@ -41,7 +41,7 @@ class DecodeAttention:
     before children, in that order in the cache. A token sees all before the root, the root, and node n (1 to 32) where
     bit n - 1 of its number is set: its ancestors and itself. None: a chain, each token sees those before it. Not
     together with ``starts_B``.
-    work: made of the lengths by Kernels.plan_decode once a step and used by all layers (an object of the backend's own,
+    work: made of the lengths by Ops.plan_decode once a step and used by all layers (an object of the backend's own,
     None where it has none).
     """
 

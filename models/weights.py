@@ -20,10 +20,10 @@ from torch import Tensor
 from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_tensors, open_file
 from models.config import ModelConfig
 from models.dummy import DummyTensor
-from models.kernels.interface import Kernels
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
+from models.ops.contract import Ops
 from models.registry import model_class
 from parallel.comm.collectives import Collectives
 from parallel.layers.experts import ExpertSplit
@@ -46,7 +46,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     collectives: Collectives,
-    kernels: Kernels,
+    kernels: Ops,
     experts: ExpertSplit | None = None,
     seed: int = 0,
     progress: Progress | None = None,

@@ -18,8 +18,8 @@ import torch
 from models.config import DTYPES, ModelConfig
 from models.expert_load import clear_load, start_counting
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
-from models.kernels.select import select_kernels
 from models.layers.decoder import Decoder
+from models.ops.select import select_kernels
 from models.row_buckets import token_ladder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives

@@ -11,8 +11,8 @@ import torch
 
 from models.batch_invariance import missing_invariance
 from models.config import ModelConfig
-from models.kernels.interface import Kernels
 from models.layers.decoder import Decoder
+from models.ops.contract import Ops
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import ServedModel
 from runtime.frontend.tokenizer_files import TokenizerFiles
@@ -82,7 +82,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Kernels, dtype: torch.dtype) -> None:
+def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Ops, dtype: torch.dtype) -> None:
     """Raises ConfigError if attention has no room for the tokens of a row."""
     heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
     tokens, most = limits.window, kernels.longest_window(heads, kv_heads, model.head_dim, dtype)

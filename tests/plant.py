@@ -41,13 +41,14 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from models.kernels.deterministic_reference import DeterministicReferenceKernels
-from models.kernels.interface import Kernels as Kernels
-from models.kernels.reference import ReferenceKernels
+from models.ops import rows_reference
+from models.ops.contract import Ops
+from models.ops.select import reference_ops
+from models.ops.table import INVARIANT, Row, TableOps
 from runtime.execute.proposer import Proposer
 from runtime.execute.sampling import prompt_logprobs
 from runtime.execute.step import commit, drafts, gather, packed_step, row_step, step_io_kernels, tail
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # ranks that tests start have no use for it
 
     from runtime.engine import Engine
 
+Kernels = Ops
 Op = Callable[..., Any]  # the replaced op or part, bound to its kernels or step
 Owner = type | types.ModuleType
 
@@ -125,7 +127,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: st
     """Replace ``op`` of the reference kernels, or ``part`` of a step (a key of PARTS), by ``fn`` for this test."""
     if bool(op) == bool(part):
         raise ValueError("plant an op or a part")
-    owner, path = (ReferenceKernels, op) if op else PARTS[part]
+    if any(row.op == op for row in rows_reference.ROWS):
+        monkeypatch.setattr(rows_reference, "ROWS", (planted_row(op, fn, rows_reference.ROWS), *rows_reference.ROWS))
+        return
+    owner, path = (TableOps, op) if op else PARTS[part]
     name, _, of_name = path.partition(".")
     usual = inspect.getattr_static(owner, name)
     if not callable(fn):
@@ -136,6 +141,16 @@ def plant(monkeypatch: pytest.MonkeyPatch, fn: object, *, op: str = "", part: st
         monkeypatch.setattr(owner, name, partial(fn, usual))
     else:
         monkeypatch.setattr(owner, name, _method(fn, lambda one: usual.__get__(one), usual))
+
+
+def planted_row(op: str, fn: Any, rows: Sequence[Row]) -> Row:
+    """A row before ``rows`` that calls ``fn`` with what they would have run."""
+
+    def bind(ops: Any) -> Op:
+        rest = [row for row in rows if row.op == op and (not ops.invariant or INVARIANT in row.form)]
+        return partial(fn, ops.bound(rest))
+
+    return Row(op, bind, frozenset((INVARIANT,)))
 
 
 def plant_replay(engine: Engine, fn: Op) -> None:
@@ -179,26 +194,31 @@ class Noting:
 
 def reference_kernels() -> Kernels:
     """Every op in plain torch."""
-    return ReferenceKernels()
+    return reference_ops()
 
 
 def invariant_kernels() -> Kernels:
     """Every op in plain torch, token by token: no result depends on the other tokens of the step."""
-    return DeterministicReferenceKernels()
+    return reference_ops(deterministic=True)
 
 
-def kernels_with(over: Kernels | None = None, **planted: object) -> Kernels:
+def kernels_with(over: Any = None, **planted: object) -> Kernels:
     """``over``, default the reference, with these ops and attributes replaced. AttributeError for unknown names.
 
     Ops of ``over`` that are composed of other ops use the planted ones.
     """
     over = reference_kernels() if over is None else over
     kind = types.new_class(type(over).__name__, (type(over),))
+    rows = over.rows
     for name, what in planted.items():
         usual = getattr(kind, name)
-        setattr(kind, name, _method(what, partial(_inherited, kind, name), usual) if callable(what) else what)
-    made: Kernels = object.__new__(kind)
-    vars(made).update(vars(over))
+        if any(row.op == name for row in rows):
+            rows = (planted_row(name, what, rows), *rows)
+        else:
+            setattr(kind, name, _method(what, partial(_inherited, kind, name), usual) if callable(what) else what)
+    made: TableOps = object.__new__(kind)
+    vars(made).update({name: value for name, value in vars(over).items() if name not in planted})
+    made.bind_rows(rows, over.keys, invariant=over.invariant)
     return made
 
 

@@ -79,6 +79,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "models/layers/delta_config.py",
         ),
         ("models/block_pattern.py",),
+        ("models/ops",),
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),

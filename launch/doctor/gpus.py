@@ -18,7 +18,7 @@ import torch
 
 from launch.doctor.findings import Section
 from launch.ranks.flashinfer_switches import flashinfer_switches
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.config import EngineConfig
 from runtime.number_text import is_whole_number
 
@@ -100,7 +100,7 @@ def kernels(device: torch.device) -> Section:
     section = Section("Kernels")
     chosen = []
     for dtype, head_dim in _SHOWN_SHAPES if device.type == "cuda" else ((torch.float32, 128),):
-        with _heard("models.kernels.select") as warned:
+        with _heard("models.ops.select") as warned:
             try:
                 selected = select_kernels(device, dtype, head_dim, flashinfer=flashinfer_switches(os.environ))
             except (RuntimeError, OSError) as error:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from models.cache_layout import CacheLayout
 from models.config import ModelConfig
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
+from models.ops.select import reference_ops
 from models.registry import model_class
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
@@ -87,7 +87,7 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, degrees: ParallelDegrees,
     rank, group = place
     groups = max(1, degrees.expert // degrees.tensor)
     split = ExpertSplit(degrees.expert > 1, exchange=_PlannedExchange(group, groups) if groups > 1 else None)
-    context = ModelContext(_PlannedCollectives(rank, degrees.tensor), ReferenceKernels(), dtype, split)
+    context = ModelContext(_PlannedCollectives(rank, degrees.tensor), reference_ops(), dtype, split)
     with torch.device("meta"):
         model = model_class(config.architecture)(config, context)
     shards = model.checkpoint_shards()

@@ -137,7 +137,7 @@ def gpu_of(rendezvous: Rendezvous, environ: Mapping[str, str]) -> torch.device:
         )
     device = local_device(rendezvous, "cuda")
     try:
-        from models.kernels.nvidia import unsupported
+        from models.ops.nvidia import unsupported
     except ImportError as error:
         raise UsageError(f"the kernels need Triton ({error}): pip install 'lockstride[cuda]'") from error
     if (reason := unsupported(device)) is not None:
@@ -199,10 +199,10 @@ class Session:
         self._report(tasks, left, say)
 
     def _kernels(self) -> Any:
-        """NvidiaKernels with the choices that an engine would start with."""
-        from models.kernels.nvidia import NvidiaKernels
+        """NvidiaOps with the choices that an engine would start with."""
+        from models.ops.nvidia import NvidiaOps
 
-        kernels = NvidiaKernels(self._device, prefill="triton")
+        kernels = NvidiaOps(self._device, prefill="triton")
         kernels.matmul.choices.update(self._table)
         kernels.matmul.choices.fill(choice_table.recall(choice_table.cache_file(self._files.folder, self._device)))
         return kernels

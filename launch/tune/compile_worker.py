@@ -17,8 +17,8 @@ import torch
 from launch.tune.compile import READY
 from models.kernels.matmul.autotune import reason_of
 from models.kernels.matmul.choice_table import Choice, LinearShape, choice_from_json
-from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.traits import traits_of
+from models.ops.tuned import TunedProducts
 from parallel.layers.weight import Weight
 
 _MOST_OUTPUTS = 4096  # of a weight here: how many there are is no constant of a kernel
@@ -28,7 +28,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     device = torch.device("cuda", torch.cuda.current_device())
-    matmul = MatmulDispatch(device, traits_of(device))
+    matmul = TunedProducts(device, traits_of(device))
     print(READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         key, entry = json.loads(line)
@@ -36,7 +36,7 @@ def main() -> None:
         print(json.dumps(why), file=answers, flush=True)
 
 
-def run_once(matmul: MatmulDispatch, shape: LinearShape, choice: Choice) -> str | None:
+def run_once(matmul: TunedProducts, shape: LinearShape, choice: Choice) -> str | None:
     """None, or why ``choice`` does not run. What leaves the GPU unusable ends the process."""
     x = torch.zeros(shape.rows, shape.inner, dtype=shape.dtype, device=matmul.device)
     weight = torch.zeros(min(shape.outputs, _MOST_OUTPUTS), shape.inner, dtype=shape.dtype, device=matmul.device)

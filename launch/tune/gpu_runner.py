@@ -9,6 +9,7 @@ all layers with that of the current choices: one that computes something else is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from launch.tune.journal import AnyChoice
 from launch.tune.plan import Task
-from launch.tune.shapes import PAGE, RankShare, ShapeRecorder, caches_of, layers_enough, step_inputs
+from launch.tune.shapes import PAGE, RankShare, caches_of, layers_enough, recording_ops, step_inputs
 from launch.tune.tuner import DeviceLost
 from models.kernels.attention.decode_variant import DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.matmul.autotune import ColdProduct, captured, median_graph_us, replay_for
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
-from models.kernels.nvidia import NvidiaKernels
+from models.ops.nvidia import NvidiaOps
 from models.weights import load_model
 
 TOKENS = 640  # of each row: the mean of a fixed batch of 512 + 257
@@ -40,7 +41,7 @@ class WrongResult(RuntimeError):
 class GpuRunner:
     """Of one rank's share of a model. Loads the layers when the first task asks for them."""
 
-    def __init__(self, share: RankShare, kernels: NvidiaKernels) -> None:
+    def __init__(self, share: RankShare, kernels: NvidiaOps) -> None:
         self._share, self._kernels, self._device = share, kernels, kernels.device
         self._layers: ModelLayers | None = None
 
@@ -77,16 +78,18 @@ class GpuRunner:
         if isinstance(task.what, LinearShape):
             if choice is not None and not isinstance(choice, DecodeVariant):
                 matmul.choose(task.what, choice)
-        elif isinstance(choice, DecodeVariant):
+            return
+        if isinstance(choice, DecodeVariant):
             matmul.choices.attention[task.what.key] = choice
         else:
             matmul.choices.attention.pop(task.what.key, None)
+        self._kernels.forget()
 
 
 class ModelLayers:
     """The first layers of a model with dummy weights, and steps of any number of rows through them."""
 
-    def __init__(self, share: RankShare, kernels: NvidiaKernels) -> None:
+    def __init__(self, share: RankShare, kernels: NvidiaOps) -> None:
         self.device = kernels.device
         share = share.cut(max(layers_enough(share), _layers_beyond_caches(share)))
         context = share.context(kernels)
@@ -139,7 +142,7 @@ class ModelLayers:
 
 def _layers_beyond_caches(share: RankShare) -> int:
     with torch.device("meta"):
-        layers = share.cut(1).skeleton(ShapeRecorder()).layers
+        layers = share.cut(1).skeleton(recording_ops(Counter())).layers
     held = sum(parameter.numel() * parameter.element_size() for parameter in layers.parameters())
     return -(-_COLD_WEIGHTS // max(1, held))
 
@@ -179,7 +182,7 @@ class Alone:
     steps x, too.
     """
 
-    def __init__(self, kernels: NvidiaKernels, shape: LinearShape) -> None:
+    def __init__(self, kernels: NvidiaOps, shape: LinearShape) -> None:
         self._device, self._matmul, self._gate_up = kernels.device, kernels.matmul, shape.gate_up
         self._product = ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
         self._x = self._product.x.clone()

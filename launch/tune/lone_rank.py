@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.kernels.interface import Kernels
+from models.ops.contract import Ops
 from parallel.comm.all_reduce_dispatch import SizeLimits, shots_for
 from parallel.comm.collectives import Collectives, PendingAllReduce
 
@@ -18,7 +18,7 @@ class LoneRank(Collectives):
 
     rank = 0
 
-    def __init__(self, size: int, kernels: Kernels, limits: SizeLimits | None) -> None:
+    def __init__(self, size: int, kernels: Ops, limits: SizeLimits | None) -> None:
         self.size = size
         self._kernels, self._limits = kernels, limits
 

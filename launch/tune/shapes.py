@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,12 +22,13 @@ from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, StateRows, StepInputs
 from models.kernels.attention.decode_variant import DecodeShape
-from models.kernels.interface import Kernels, Rotation
 from models.kernels.matmul.choice_table import LinearShape
-from models.kernels.reference import ReferenceKernels
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer
+from models.ops import rows_reference
+from models.ops.contract import Ops
+from models.ops.table import Row, TableOps, plain
 from models.registry import model_class
 from models.row_buckets import decode_ladder, every_bucket
 from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
@@ -69,12 +71,12 @@ class RankShare:
         config = dataclasses.replace(config, layers=layers, experts=experts, blocks=config.blocks[:layers])
         return dataclasses.replace(self, config=config)
 
-    def context(self, kernels: Kernels) -> ModelContext:
+    def context(self, kernels: Ops) -> ModelContext:
         """What its layers are built with."""
         split = ExpertSplit(whole=self.whole_experts)
         return ModelContext(LoneRank(self.ranks, kernels, self.limits), kernels, self.dtype, split)
 
-    def skeleton(self, kernels: Kernels) -> Decoder:
+    def skeleton(self, kernels: Ops) -> Decoder:
         """The model without memory. Raises ValueError for an architecture that is not implemented."""
         with torch.device("meta"):
             return model_class(self.config.architecture)(self.config, self.context(kernels))
@@ -111,26 +113,26 @@ def layers_enough(share: RankShare, least: int = 4) -> int:
 
 class _Skeleton:
     def __init__(self, share: RankShare) -> None:
-        self._recorder = ShapeRecorder()
-        self._model = share.skeleton(self._recorder)
+        self._seen: Counter[LinearShape] = Counter()
+        self._model = share.skeleton(recording_ops(self._seen))
         self._caches = caches_of(self._model.cache_layout, 2, "meta")
 
     def asked(self, rows: int) -> tuple[tuple[LinearShape, ...], LinearShape]:
         """Products of the layers, the largest weight first, and of the head."""
-        recorder, model = self._recorder, self._model
-        recorder.seen.clear()
+        seen, model = self._seen, self._model
+        seen.clear()
         with torch.no_grad():
             hidden_TN = model(step_inputs(model, rows, 1, PAGE, "meta"), self._caches)
-            counted = recorder.seen.copy()
+            counted = seen.copy()
             model.logits(hidden_TN)
-        (head,) = recorder.seen - counted
+        (head,) = seen - counted
         often = {shape: times for shape, times in counted.items() if times > _ALONE} or counted
         return tuple(sorted(often, key=lambda shape: -shape.outputs * shape.inner)), head
 
 
 def asked_attention(share: RankShare, rows: int) -> DecodeShape | None:
     """Decode attention of ``rows``; None for a model without attention."""
-    mixers = [cast(DecoderLayer, layer).mixer for layer in share.skeleton(ShapeRecorder()).layers]
+    mixers = [cast(DecoderLayer, layer).mixer for layer in share.skeleton(recording_ops(Counter())).layers]
     for mixer in mixers:
         if isinstance(mixer, Attention):
             queries = mixer.heads // mixer.kv_heads
@@ -185,65 +187,25 @@ def step_inputs(model: Decoder, rows: int, tokens: int, most: int, device: torch
     return StepInputs(ids, positions, slots, attention, state=state)
 
 
-class ShapeRecorder(ReferenceKernels):
-    """Notes the shape of every product it is asked for, and how often; computes nothing, on the meta device."""
+def recording_ops(seen: Counter[LinearShape]) -> TableOps:
+    """Ops that count every product they are asked for in ``seen``, and compute nothing; for the meta device."""
 
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.seen: Counter[LinearShape] = Counter()
-
-    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
-        return self._note(x_TN, weight, normed=False, gate_up=False)
-
-    def add_norm_linear(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
-    ) -> tuple[Tensor, Tensor]:
-        return self._note(x_TN, weight, normed=True, gate_up=False), x_TN
-
-    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
-        return self._note(x_TN, weight, normed=False, gate_up=True)
-
-    def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
-    ) -> tuple[Tensor, Tensor]:
-        return self._note(x_TN, weight, normed=True, gate_up=True), x_TN
-
-    def rope_cache_attend(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_layer: Tensor,
-        rotation: Rotation,
-        inputs: DecodeAttention,
-        scale: float,
-    ) -> Tensor:
-        return qkv_TX.new_empty(qkv_TX.shape[0], heads, kv_layer.shape[4])
-
-    def route_top_k(
-        self,
-        logits_TE: Tensor,
-        choices: int,
-        renormalise: bool,
-        local_E: Tensor,
-        real_T: Tensor,
-        load_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        weights_TC = logits_TE.new_empty(logits_TE.shape[0], choices, dtype=torch.float32)
-        return weights_TC, weights_TC.to(torch.int32)
-
-    def expert_mlp(
-        self,
-        x_TN: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        weights_TC: Tensor,
-        local_TC: Tensor,
-        *,
-        all_experts: int,
-    ) -> Tensor:
-        return torch.empty_like(x_TN)
-
-    def _note(self, x_TN: Tensor, weight: Weight, *, normed: bool, gate_up: bool) -> Tensor:
-        self.seen[LinearShape.of(x_TN, weight, normed=normed, gate_up=gate_up)] += 1
+    def note(x_TN: Tensor, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> Tensor:
+        seen[LinearShape.of(x_TN, weight, normed=normed, gate_up=gate_up)] += 1
         return x_TN.new_empty(x_TN.shape[0], weight.outputs // (2 if gate_up else 1))
+
+    def rows() -> Iterator[Row]:
+        yield plain("linear", note)
+        yield plain("gate_up", partial(note, gate_up=True))
+        for op, gate_up in (("add_norm_linear", False), ("add_norm_gate_up", True)):
+            noted = partial(note, normed=True, gate_up=gate_up)
+            yield plain(op, lambda x, residual, norm, eps, weight, noted=noted: (noted(x, weight), x))
+        yield plain(
+            "rope_cache_attend", lambda qkv, heads, kv_layer, *_: qkv.new_empty(len(qkv), heads, kv_layer.shape[4])
+        )
+        yield plain("route_top_k", lambda logits, choices, *_: tuple(logits.new_empty(2, len(logits), choices).int()))
+        yield plain("expert_mlp", lambda x, *_, all_experts: torch.empty_like(x))
+
+    ops = TableOps()
+    ops.bind_rows((*rows(), *rows_reference.ROWS))
+    return ops

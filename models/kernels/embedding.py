@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BATCH_INVARIANT = True  # copies
+# Batch-invariant: copies
 
 _BLOCK = 2048
 
@@ -42,7 +42,7 @@ def _vocab_rows_kernel(
 
 
 def vocab_rows(weight_VN: Tensor, ids_T: Tensor, first: int, held: int, pdl: bool) -> Tensor:
-    """See Kernels.vocab_rows. Contiguous ``weight_VN`` and ``ids_T``."""
+    """See Ops.vocab_rows. Contiguous ``weight_VN`` and ``ids_T``."""
     tokens, width = len(ids_T), weight_VN.shape[1]
     out_TN = weight_VN.new_empty(tokens, width)
     if tokens:

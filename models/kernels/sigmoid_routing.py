@@ -43,7 +43,7 @@ def route_sigmoid(
     real_T: Tensor,
     load_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See the Kernels protocol."""
+    """See models/ops/contract.py."""
     scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).sigmoid()
     ranked_TE = scores_TE + bias_E
     if routing.groups > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.kernels.interface import Kernels
+from models.ops.contract import Ops
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.shard import ShardContext
 
@@ -16,5 +16,5 @@ from parallel.layers.shard import ShardContext
 class ModelContext(ShardContext):
     """As ShardContext, with all kernels of a model. ``experts``: by default every rank has a share of each expert."""
 
-    kernels: Kernels
+    kernels: Ops
     experts: ExpertSplit = field(default_factory=ExpertSplit)

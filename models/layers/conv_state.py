@@ -2,7 +2,7 @@
 
 Knows: which channels of the checkpoint's filter this rank has, and the shape of the window. Does not know: how it is
 computed (models/kernels), or the recurrence behind it.
-Shape letters as in models/kernels/interface.py.
+Shape letters as in models/ops/contract.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel.layers.shard import ScatteredShard, Shard, ShardedModule
 
 
 class ConvState(ShardedModule):
-    """silu of a depthwise causal convolution of ``taps`` taps, [T, C] -> [T, C]; see Kernels.causal_conv.
+    """silu of a depthwise causal convolution of ``taps`` taps, [T, C] -> [T, C]; see Ops.causal_conv.
 
     ``segments``: (first channel, channels) of each run of the checkpoint's ``channels`` that this rank has, in the
     order of its own. The checkpoint has the filter as [channels, 1, taps].

@@ -195,7 +195,7 @@ class Decoder(CheckpointParts):
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, caches: Sequence[CacheView]
     ) -> RepeatedPrefill | None:
-        """Prefill attention for captured steps (Kernels.repeat_prefill); None where they cannot be, or none attends."""
+        """Prefill attention for captured steps (Ops.repeat_prefill); None where they cannot be, or none attends."""
         if (found := self._first_attention) is None:
             return None
         number, attention = found
@@ -203,7 +203,7 @@ class Decoder(CheckpointParts):
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, attention.kv_heads, kv_layer)
 
     def splits_chunks(self, caches: Sequence[CacheView]) -> bool:
-        """Whether captured steps can split the keys of short chunks (Kernels.splits_chunks)."""
+        """Whether captured steps can split the keys of short chunks (Ops.splits_chunks)."""
         if (found := self._first_attention) is None:
             return False
         number, attention = found

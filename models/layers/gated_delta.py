@@ -2,7 +2,7 @@
 
 Knows: its projections, what a slot keeps, which heads this rank has. Does not know: how the convolution and the
 recurrence are computed (models/kernels), or whose slot a row has.
-Shape letters as in models/kernels/interface.py.
+Shape letters as in models/ops/contract.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeltaParameters(ShardedModule):
 
     @cached_property
     def rule(self) -> DeltaRule:
-        """For Kernels.gated_delta."""
+        """For Ops.gated_delta."""
         return DeltaRule(
             k_heads=self.heads.local_kv_heads,
             v_heads=self.heads.local_heads,

@@ -3,7 +3,7 @@ before it.
 
 Knows: the order norm -> router -> choice -> experts -> sum. Does not know: which experts this rank holds
 (parallel/layers/experts.py), or how choices and products are computed (models/kernels).
-Shape letters as in models/kernels/interface.py.
+Shape letters as in models/ops/contract.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, GroupCollectives, SingleRank
 from tests.models.kernels.paged_driver import PagedDriver

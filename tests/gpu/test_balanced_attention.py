@@ -41,9 +41,9 @@ LONG = [
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Nvidia]:
     held = nvidia_kernels(DEVICE)
-    held._attention_partial.fill_(math.nan)
+    held.attention_sums.fill_(math.nan)
     yield held
-    assert not held._attention_counters.any(), "attention left its counters set"
+    assert not held.attention_counters.any(), "attention left its counters set"
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_bits_depend_on_nobody_else(kernels: Nvidia, tma: bool, programs: int) -
         work = decode_work.plan_decode(made.inputs, rule, pdl=False)
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends
         found = attend(
-            q, heads, made.kv, made.inputs, work, 0.1, kernels._attention_partial, kernels._attention_counters,
+            q, heads, made.kv, made.inputs, work, 0.1, kernels.attention_sums, kernels.attention_counters,
             block_n=32, stages=3, warps=2, programs=by, pdl=kernels.pdl,
         )  # fmt: skip
         return found[0].clone()
@@ -172,7 +172,7 @@ def test_programs_with_several_splits_of_unlike_rows(kernels: Nvidia, tma: bool,
         work = decode_work.plan_decode(made.inputs, SplitRule(32, 1, longest, 16), pdl=False)
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends
         found = attend(
-            q, heads, made.kv, made.inputs, work, 0.1, kernels._attention_partial, kernels._attention_counters,
+            q, heads, made.kv, made.inputs, work, 0.1, kernels.attention_sums, kernels.attention_counters,
             block_n=32, stages=3, warps=2, programs=programs, pdl=kernels.pdl,
         )  # fmt: skip
         check(found, made.attention(q, 0.1), dtype)

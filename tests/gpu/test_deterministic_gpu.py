@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
 from models.kernels.interface import Rotation
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from parallel.layers.weight import Weight
 from runtime.execute.device.cuda import CudaDevice
 from runtime.execute.sampling.inputs import SamplingVariant
@@ -81,7 +81,7 @@ def test_products(kernels: InvariantNvidia, outputs: int, inner: int, gate_up: b
     x, weight = randn(700, inner), randn(outputs, inner) * inner**-0.5
 
     def product(x: Tensor, **more: Any) -> Tensor:
-        sums, counters = kernels._sums, kernels._counters
+        sums, counters = kernels.sums, kernels.counters
         return matmul.linear(x, weight, None, sums, counters, gate_up=gate_up, pdl=kernels.pdl, **more)
 
     together = product(x)
@@ -94,7 +94,7 @@ def test_products(kernels: InvariantNvidia, outputs: int, inner: int, gate_up: b
     for tile in tiles if segments_of(outputs, inner) > 1 else ():
         for apart in (False, True):
             same(product(x[:40], tile=tile, apart=apart), together[:40], (tile, apart))
-    assert not kernels._counters.any()
+    assert not kernels.counters.any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (16, 16, 64)], ids=str)
@@ -128,7 +128,7 @@ def test_attention(kernels: InvariantNvidia, heads: int, kv_heads: int, dim: int
         lengths = torch.tensor(ends, dtype=torch.int32, device="cuda")
         inputs = DecodeAttention(table[[0] * len(ends)], lengths, new, 27 * page)
         mine = torch.cat([q[end - new : end] for end in ends])
-        chunks, counters = kernels._chunks, kernels._chunk_counters
+        chunks, counters = kernels.attention_sums, kernels.attention_counters
         return attention.decode_attention(
             mine, kv, inputs, scale, chunks, counters, multiprocessors=132, pdl=kernels.pdl, **more
         )
@@ -142,7 +142,7 @@ def test_attention(kernels: InvariantNvidia, heads: int, kv_heads: int, dim: int
         windows = decode([4, 514, 1700], 4, sharing=sharing).view(3, 4, heads, dim)
         for window, end in zip(windows, (4, 514, 1700), strict=True):
             same(window, whole[end - 4 : end], ("window", end, sharing))
-    assert not kernels._chunk_counters.any()
+    assert not kernels.attention_counters.any()
 
 
 def test_rows(kernels: InvariantNvidia) -> None:

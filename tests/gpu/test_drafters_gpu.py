@@ -17,7 +17,7 @@ import torch
 
 from models.inputs import DecodeAttention
 from models.kernels.interface import Rotation
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.proposer import MakeProposer

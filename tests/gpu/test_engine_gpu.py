@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from models.kernels.interface import PrefillWanted
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, StateTree
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.execute.device.cuda import CudaDevice
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config

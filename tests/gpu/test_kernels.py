@@ -1,4 +1,4 @@
-"""Every kernel of models/kernels/nvidia.py against float64 formulas: random shapes, dtypes, poisoned outputs, graphs.
+"""Every kernel of models/ops/nvidia.py against float64 formulas: random shapes, dtypes, poisoned outputs, graphs.
 
 Run: python3 -m pytest -m gpu tests/gpu/test_kernels.py
 """
@@ -39,10 +39,10 @@ def kernels() -> Iterator[Nvidia]:
     held = nvidia_kernels(DEVICE)
     # Workspaces hold garbage in real life; no kernel may read what it has not written.
     held.matmul._partial.fill_(math.nan)
-    held._attention_partial.fill_(math.nan)
+    held.attention_sums.fill_(math.nan)
     yield held
     assert not held.matmul._counters.any(), "a split-K launch left its counters set"
-    assert not held._attention_counters.any(), "a split attention launch left its counters set"
+    assert not held.attention_counters.any(), "a split attention launch left its counters set"
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.dispatch import MAX_PUSHED_ROWS, PUSH_KERNELS
+from models.ops.rows_nvidia.products import MAX_PUSHED_ROWS
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from parallel.layers.linear import RowParallel
@@ -100,7 +100,7 @@ class Layer:
         part = self.product(x)
         assert isinstance(part, PendingAllReduce)
         choice = self.kernels.matmul.choice(LinearShape(len(x), self.width, self.inner, BF16))
-        assert part.pushed == (isinstance(choice, PUSH_KERNELS) and len(x) <= MAX_PUSHED_ROWS), choice
+        assert part.pushed == (isinstance(choice, Gemv | Skinny) and len(x) <= MAX_PUSHED_ROWS), choice
         return part.normed(residual, self.norm, EPS)
 
     def run_unpushed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

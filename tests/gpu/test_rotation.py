@@ -23,10 +23,10 @@ if INTERPRETED:
         "tests.models.kernels.interpreted_kernels"
     )  # mends the interpreter for today's numpy
 
-from models.kernels import nvidia  # noqa: E402
 from models.kernels.attention import rope_decode, rope_prefill  # noqa: E402
 from models.kernels.attention.rope_prefill import Blocks  # noqa: E402
 from models.kernels.interface import Rotation  # noqa: E402
+from models.ops.rows_nvidia import attention  # noqa: E402
 from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -176,7 +176,7 @@ def test_the_form_follows_tokens_and_heads(
         assert kernels.pdl == pdl
         return kernels.rope_and_cache(qkv, heads, kv, turn)
 
-    monkeypatch.setattr(nvidia, "_MOST_FEW", 8)
+    monkeypatch.setattr(attention, "_MOST_FEW", 8)
     note(rope_decode)
     note(rope_prefill)
     made = Case.random(tokens, 3, 1, dim, rotary, True, torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.execute.step.memory import StepParts
 from tests.gpu.test_engine_gpu import gpu_rig
 from tests.runtime.engine.lives import live

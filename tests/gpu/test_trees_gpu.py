@@ -142,7 +142,7 @@ def test_attention_over_trees_is_the_references(rows: int, new: int) -> None:
 
 
 def rig_of(method: str, size: int, dtype: torch.dtype, **more: Any) -> Any:
-    from models.kernels.select import select_kernels
+    from models.ops.select import select_kernels
     from runtime.speculate.methods import proposer_for
     from runtime.speculative_config import speculative_config
     from tests.gpu.test_engine_gpu import gpu_rig

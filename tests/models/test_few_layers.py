@@ -69,7 +69,7 @@ def test_it_ends_with_an_error_too() -> None:
 
 
 def test_slices_of_a_large_step() -> None:
-    from models.kernels.matmul.dispatch import slice_rows
+    from models.ops.tuned import slice_rows
 
     for rows in (LARGE_STEP + 1, 2560, 3072, 4608, 5000, 7168, 8192, 16384):
         size = slice_rows(rows)

@@ -20,7 +20,7 @@ from runtime.schedule.budget import budget_table, calm_table
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import PADDING_SLOT
 from runtime.step_budget import attention_wave, costly_prefix, mixed_steps
-from tests.plant import Op, kernels_with, plant
+from tests.plant import Op, kernels_with
 from tests.runtime.engine.conftest import HYBRIDS
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
@@ -91,10 +91,10 @@ def test_all_ranks_have_the_tables_of_rank_0(model: Decoder, monkeypatch: pytest
         return said[0]
 
     slower = {tokens: 1.3 * ms + 0.01 * tokens for tokens, ms in COSTS.items()}
-    plant(monkeypatch, lambda _, heads, head_dim: (128, 132 // heads), op="prefill_wave")
+    monkeypatch.setattr(model.kernels, "prefill_wave", lambda heads, head_dim: (128, 132 // heads))
     of_rank_0 = attention_wave(model)
     first = mixed_steps(CONFIG, model, measured(COSTS), leader)
-    plant(monkeypatch, lambda _, heads, head_dim: (128, 78 // heads), op="prefill_wave")
+    monkeypatch.setattr(model.kernels, "prefill_wave", lambda heads, head_dim: (128, 78 // heads))
     second = mixed_steps(CONFIG, model, measured(slower), follower)
     assert first is not None
     assert first == second

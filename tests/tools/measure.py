@@ -44,7 +44,8 @@ AREAS = {
         runtime/execute/sampling/rejection runtime/execute/sampling/draft_tree runtime/execute/sampling/acceptance
         runtime/execute/cache/entry_move runtime/execute/step/window_io_triton runtime/execute/step/drafts
         models/kernels/recurrent models/layers/gated_delta models/layers/mamba2
-        models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/kernels/deterministic
+        models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/ops/rows_nvidia/recurrent
+        models/ops/rows_reference/recurrent models/ops/rows_reference/invariant
         models/kernels/attention/invariant models/kernels/matmul/invariant models/kernels/attention/decode_window
         models/kernels/attention/window models/batch_invariance parallel/comm/ep_exchange
         parallel/comm/symmetric_exchange parallel/comm/ordered_all_reduce parallel/control/protocol/max_rounds

@@ -168,7 +168,7 @@ def decode_attention(
     merged: int | None = None,
     apart: bool = False,
 ) -> Tensor:
-    """See Kernels.decode_attention, or with ``rotation`` Kernels.rope_cache_attend: q_TX is packed qkv then, and
+    """See Ops.decode_attention, or with ``rotation`` Ops.rope_cache_attend: q_TX is packed qkv then, and
     query_len 1.
 
     The predecessor launch may write q_TX, but not lengths, pages, positions or slots: with ``pdl`` these are read while

@@ -2,7 +2,7 @@
 
 Knows: what was measured on an H200 (docs/lab/measurements/attention.md), tables of choices for other shapes and
 GPUs, and how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py,
-decode_balanced.py, decode_balanced_tma.py, decode_window.py), or who launches them (models/kernels/nvidia.py).
+decode_balanced.py, decode_balanced_tma.py, decode_window.py), or who launches them (models/ops/rows_nvidia).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def even_rule(block: int, splits: int) -> SplitRule:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """``DecodeAttention.work`` of NvidiaKernels: a step's list, for all its layers.
+    """``DecodeAttention.work`` of NvidiaOps: a step's list, for all its layers.
 
     units_U4 int32: [0, 0] is the number of splits n. Units 1 to n: row, its length, split + (the row's splits << 16),
     keys a split. What lies behind them is undefined.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
 
-BATCH_INVARIANT = True  # it copies
+# Batch-invariant: it copies
 TILE = 128  # keys; a multiple of what any attention kernel loads at once
 # Tokens of a launch that holds copies, and attention over pages beside: without work either takes some 4 us, which is
 # 0.3% of a layer of an 8B model with so many tokens.

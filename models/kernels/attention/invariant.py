@@ -28,7 +28,6 @@ from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile
 from models.kernels.attention.query import LOG2_E, padded_dim, power_of_two_above
 
-BATCH_INVARIANT = True
 CHUNK = 512  # keys; changes bits, so it is not tuned by shape
 COUNTERS = 1 << 16  # int32 counters that merging has
 _PROGRAMS_EACH = 4  # of a multiprocessor, below which a row's chunks are programs
@@ -373,7 +372,7 @@ def prefill_attention(
     chunk: int = CHUNK,
     pdl: bool,
 ) -> Tensor:
-    """See Kernels.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
+    """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
     _, _, page, kv_heads, _ = kv_layer.shape
     blocks = blocks_for(q_THD.dtype, head_dim)
@@ -421,7 +420,7 @@ def decode_attention(
     chunk: int = CHUNK,
     pdl: bool,
 ) -> Tensor:
-    """See Kernels.decode_attention. ``sharing``: programs that share a row's chunks, by default as many as are likely
+    """See Ops.decode_attention. ``sharing``: programs that share a row's chunks, by default as many as are likely
     fast; no bit depends on it. ``workspace`` float32 has room for the results of all chunks, or a program takes all of
     a row's; ``counters`` int32 are zero and left zero; both are for one stream.
     """

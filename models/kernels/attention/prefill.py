@@ -266,7 +266,7 @@ class TiledPrefill:
     def run(
         self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
     ) -> Tensor:
-        """See Kernels.prefill_attention. ``planned`` must be of the same shapes."""
+        """See Ops.prefill_attention. ``planned`` must be of the same shapes."""
         blocks = blocks_for(q_THD.dtype, q_THD.shape[-1], self._shared_bytes)
         return prefill_attention(
             q_THD,
@@ -359,7 +359,7 @@ def prefill_attention(
     programs: int,
     pdl: bool,
 ) -> Tensor:
-    """See Kernels.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
+    """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
     _, _, page, kv_heads, _ = kv_layer.shape
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)

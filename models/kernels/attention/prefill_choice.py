@@ -124,7 +124,7 @@ class Prefill:
             self._warn_slower(self._reason)
 
     def wave(self, heads: int, head_dim: int) -> tuple[int, int]:
-        """Kernels.prefill_wave. Known of fa3 with 128 features a head: a program has 128 tokens of a head, and a
+        """Ops.prefill_wave. Known of fa3 with 128 features a head: a program has 128 tokens of a head, and a
         multiprocessor one program.
         """
         if self._paged is None or self._backend != "fa3" or head_dim != 128:
@@ -134,21 +134,21 @@ class Prefill:
     def plan(
         self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
     ) -> PrefillAttention:
-        """See Kernels.plan_prefill. Without ``agree`` before it, this machine decides alone."""
+        """See Ops.plan_prefill. Without ``agree`` before it, this machine decides alone."""
         planned = self._planner(kv_layer).plan(inputs, heads, kv_heads, head_dim, kv_layer)
         return replace(inputs, planned=planned)
 
     def repeated(
         self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
     ) -> RepeatedPrefill | None:
-        """See Kernels.repeat_prefill; None for FlashInfer's fa2, which cannot be captured."""
+        """See Ops.repeat_prefill; None for FlashInfer's fa2, which cannot be captured."""
         planned: RepeatedPrefill | None = self._planner(kv_layer).repeated(
             page_table_BP, max_tokens, heads, kv_heads, kv_layer
         )
         return planned
 
     def run(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        """See Kernels.prefill_attention; ``inputs.planned`` says whose plan it is."""
+        """See Ops.prefill_attention; ``inputs.planned`` says whose plan it is."""
         if isinstance(inputs.planned, Tiles | RepeatedTiles):
             return self._tiled.run(q_THD, kv_layer, inputs, inputs.planned, scale)
         out_THD: Tensor = self._paged.run(q_THD, kv_layer, inputs.planned, scale)

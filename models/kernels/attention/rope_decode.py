@@ -1,7 +1,7 @@
 """q/k norm, rotary embedding (Su et al. 2021, RoFormer) and the paged cache write of packed qkv, in one Triton launch.
 
 Knows: the packed layout (q heads | k heads | v heads), the NHD page layout [2, pages, S, K, D].
-Does not know: attention, how slots are chosen, when rope_prefill.py is faster (nvidia.py).
+Does not know: attention, how slots are chosen, when rope_prefill.py is faster (rows_nvidia).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.interface import Rotation
 
-BATCH_INVARIANT = True  # with ``heads_a_program``: a token by itself, by code that depends on its heads only
+# Batch-invariant: with ``heads_a_program``: a token by itself, by code that depends on its heads only
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def rope_and_cache(
     pdl: bool,
     heads_a_program: int | None = None,
 ) -> Tensor:
-    """See Kernels.rope_and_cache; takes heads of any size. A program has ``heads_a_program`` of one token, by default
+    """See Ops.rope_and_cache; takes heads of any size. A program has ``heads_a_program`` of one token, by default
     as many as are fast for so many tokens. Returns q [T, H, D].
     """
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]

@@ -1,7 +1,7 @@
 """q/k norm, rotary embedding and the paged cache write for the many tokens of a prefill, in one Triton launch.
 
 Knows: the same as rope_decode.py, for heads whose dims are all rotated and are a power of two.
-Does not know: how few tokens are too few for it (nvidia.py), or other head sizes (rope_decode.py).
+Does not know: how few tokens are too few for it (rows_nvidia), or other head sizes (rope_decode.py).
 
 A thread keeps to one token and to the same dims of both halves of its heads. So angles, norm weights and addresses are
 loaded once for all heads; both dims of a rotation are the thread's own; each access moves 16 bytes; and nothing passes
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.interface import Rotation
 
-BATCH_INVARIANT = True  # any number of tokens runs the same code, a token by itself
+# Batch-invariant: any number of tokens runs the same code, a token by itself
 _PIECE = 8  # dims of each half in a thread: 16 bytes of a 16-bit dtype
 
 
@@ -167,7 +167,7 @@ def supports(head_dim: int, rotary: int) -> bool:
 def rope_and_cache(
     qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool, blocks: Blocks = BLOCKS
 ) -> Tensor:
-    """See Kernels.rope_and_cache; for what ``supports`` accepts."""
+    """See Ops.rope_and_cache; for what ``supports`` accepts."""
     tokens, (kv_heads, head_dim) = qkv_TX.shape[0], kv_layer.shape[3:]
     half = head_dim // 2
     q_THD = torch.empty(tokens, heads, head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)

@@ -1,7 +1,7 @@
 """Attention of blocks that see only tokens near them, in torch: sliding-window layers of drafters.
 
 Knows: which keys a block of tokens can reach, so that only those are read, however long its sequence is.
-Does not know: other attention (models/kernels/interface.py). Graph-safe on a GPU: shapes follow from host bounds.
+Does not know: other attention (models/ops/contract.py). Graph-safe on a GPU: shapes follow from host bounds.
 Shape letters as in models/inputs.py; W tokens of a block, L keys that its tokens can reach.
 """
 
@@ -15,7 +15,7 @@ from models.inputs import DecodeAttention
 
 
 def window_attention(q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int) -> Tensor:
-    """See Kernels.window_attention. In float32 inside, whatever the dtype."""
+    """See Ops.window_attention. In float32 inside, whatever the dtype."""
     rows, new, (heads, head_dim) = inputs.kv_lengths_B.shape[0], inputs.query_len, q_THD.shape[1:]
     device, page_size = q_THD.device, kv_layer.shape[2]
     reach = min(window + new - 1, inputs.max_kv_length)

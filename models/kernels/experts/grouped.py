@@ -28,7 +28,7 @@ from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import Tiles, default_tiles
 from models.kernels.traits import H200
 
-BATCH_INVARIANT = True  # in a tile of any size a sum is one accumulator over K in ascending order, never split
+# Batch-invariant: in a tile of any size a sum is one accumulator over K in ascending order, never split
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def expert_mlp(
     all_experts: int,
     shared_bytes: int = H200.shared_bytes,
 ) -> Tensor:
-    """See the Kernels protocol. ``tiles``: of gate-up and of down; by default those of tiles.py that fit a program's
+    """See models/ops/contract.py. ``tiles``: of gate-up and of down; by default those of tiles.py that fit a program's
     ``shared_bytes`` (DeviceTraits)."""
     tokens, choices = local_TC.shape
     if tokens == 0:

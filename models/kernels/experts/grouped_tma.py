@@ -1,6 +1,6 @@
 """The experts of a sparse layer for long lists of tokens: a persistent grouped GEMM with TMA, for Hopper.
 
-Knows: the arithmetic of grouped.py, over its lists. Does not know: for which lists it is faster (tiles.py, nvidia.py).
+Knows: the arithmetic of grouped.py, over its lists. Does not know: for which lists it is faster (tiles.py).
 
 Tokens are first copied into list order, list after list, so that a block of a list is one TMA box, and so is the tile
 of weights it meets; gate and up rows come as one box of three dimensions. The box of a list's last block also loads
@@ -143,7 +143,7 @@ def expert_mlp(
     pdl: bool,
     tiles: LongListTiles,
 ) -> Tensor:
-    """See the Kernels protocol."""
+    """See models/ops/contract.py."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.sigmoid_routing import SigmoidRouting
 
-BATCH_INVARIANT = True  # a token by itself; lists are integers
+# Batch-invariant: a token by itself; lists are integers
 _CHUNK, _MOST_CHUNK = 2048, 8192  # pairs that a program sorts into a list, after counting those before them
 _CHUNKS = 32  # beyond so many chunks they get longer: each program counts all pairs before its own
 
@@ -183,10 +183,11 @@ def route_top_k(
     renormalise: bool,
     local_E: Tensor,
     real_T: Tensor,
-    load_E: Tensor | None,
+    load_E: Tensor | None = None,
+    *,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See the Kernels protocol."""
+    """See models/ops/contract.py."""
     tokens, experts = logits_TE.shape
     weights_TC = torch.empty(tokens, choices, dtype=torch.float32, device=logits_TE.device)
     local_TC = torch.empty(tokens, choices, dtype=torch.int32, device=logits_TE.device)
@@ -219,10 +220,11 @@ def route_sigmoid(
     routing: SigmoidRouting,
     local_E: Tensor,
     real_T: Tensor,
-    load_E: Tensor | None,
+    load_E: Tensor | None = None,
+    *,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See the Kernels protocol; logits and bias are float32."""
+    """See models/ops/contract.py; logits and bias are float32."""
     (tokens, experts), columns = logits_TE.shape, routing.choices + routing.shared
     weights_TC = torch.empty(tokens, columns, dtype=torch.float32, device=logits_TE.device)
     local_TC = torch.empty(tokens, columns, dtype=torch.int32, device=logits_TE.device)

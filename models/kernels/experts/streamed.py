@@ -114,7 +114,7 @@ def expert_mlp(
     *,
     multiprocessors: int = H200.multiprocessors,
 ) -> Tensor:
-    """See the Kernels protocol."""
+    """See models/ops/contract.py."""
     _, hidden, inner = down_GNI.shape
     tokens, choices = local_TC.shape
     if tokens == 0:

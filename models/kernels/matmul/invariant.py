@@ -1,7 +1,7 @@
 """x @ W^T whose sums do not depend on how many rows x has: one order of additions a weight, for every M.
 
 Knows: the product W [O, K] times x^T [K, M] in tiles, with SiLU-mul and bias behind, for the deterministic mode
-(docs/determinism.md). Does not know: the fastest product of a shape (dispatch.py), or what else the mode takes.
+(docs/determinism.md). Does not know: the fastest product of a shape (models/ops/tuned.py), or what else the mode takes.
 
 Weights are the tall operand of every product and tokens the narrow one, as in skinny.py, so a tile of any number of
 tokens takes the same instruction, 16 columns at a time. K is cut into segments, as many as the *weight's* shape says
@@ -27,7 +27,6 @@ from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.shared_memory import fitting_steps
 from models.kernels.traits import H200
 
-BATCH_INVARIANT = True
 COUNTERS = 8192  # tiles that a launch may have where segments are programs
 _TILE_ROWS = 64  # weight rows of a tile where segments are programs
 _WAVE = 132  # programs, on every GPU: how a sum is cut, and so its bits, must not depend on its multiprocessors

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.row_buckets import LARGE_STEP
 
-BATCH_INVARIANT = True  # a row by itself, by code that depends on its width only
+# Batch-invariant: a row by itself, by code that depends on its width only
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
 
-BATCH_INVARIANT = True  # a token and its taps, always in the same order
+# Batch-invariant: a token and its taps, always in the same order
 _TOKENS, _CHANNELS = 16, 128  # of a program
 _MOST_WHOLE = 16  # tokens of a row that one program takes
 
@@ -187,7 +187,7 @@ def causal_conv(
     positions_T: Tensor,
     pdl: bool,
 ) -> Tensor:
-    """See the Kernels protocol."""
+    """See models/ops/contract.py."""
     tokens, channels = x_TC.shape
     taps, count = weight_CJ.shape[1], len(rows.slots_B)
     ragged, each = rows.ends_B is not None, 1 if rows.ends_B is not None else tokens // count

@@ -298,7 +298,7 @@ def delta_chunks(
     most: int,
     shared_bytes: int = H200.shared_bytes,
 ) -> Tensor:
-    """S q of Kernels.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone.
+    """S q of Ops.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone.
 
     None of these is undecided (``StateRows.writes_B``). ``shared_bytes``: the most shared memory of a program
     (DeviceTraits).

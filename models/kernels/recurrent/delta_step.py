@@ -26,7 +26,7 @@ from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
 from models.kernels.recurrent.conv import kept_token, row_bounds, silu
 
-BATCH_INVARIANT = True  # a row by itself, token by token
+# Batch-invariant: a row by itself, token by token
 L2_EPS = tl.constexpr(1e-6)
 _KEPT_BY_A_PROGRAM = 4096  # numbers of the state, 16 KiB
 _STREAMED, _STAGES = (
@@ -244,7 +244,7 @@ def conv_delta_step(
     positions_T: Tensor,
     pdl: bool,
 ) -> Tensor:
-    """Kernels.conv_gated_delta of a step of one token a row, in one launch."""
+    """Ops.conv_gated_delta of a step of one token a row, in one launch."""
     if not one_token_a_row(rows, len(projected_TX)):
         raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row that is kept")
     qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
@@ -298,7 +298,7 @@ def delta_steps(
     most: int,
     each: int | None = None,
 ) -> Tensor:
-    """S q of Kernels.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone.
+    """S q of Ops.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone.
     Where ``rows`` are a replay, states only.
 
     ``each``: row i's tokens, and its path, are counted from token i * each on, where rows overlap; T / B otherwise.

@@ -133,7 +133,7 @@ def delta_tree(
     out_TV: Tensor,
     pdl: bool,
 ) -> Tensor:
-    """S q of Kernels.gated_delta for ``rows`` with a tree and ``frozen``, into ``out_TV``. ValueError for others."""
+    """S q of Ops.gated_delta for ``rows`` with a tree and ``frozen``, into ``out_TV``. ValueError for others."""
     if rows.tree is None or not rows.frozen:
         raise ValueError("only trees whose rows' state is frozen are verified")
     count, nodes = rows.tree.seen_BN.shape

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.recurrent.conv import silu
 
-BATCH_INVARIANT = True  # a token by itself
+# Batch-invariant: a token by itself
 
 
 @triton.jit

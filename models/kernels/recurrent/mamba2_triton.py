@@ -1,7 +1,7 @@
 """Mamba-2 over slot state in Triton: one launch for a token a row, a chunked scan for rows of any length, the norm.
 
 Knows: the arithmetic of mamba2.py over banks that slots index, in float32. Does not know: the convolution of many
-tokens (Kernels.causal_conv), projections, or which rows there are: slots, lengths and positions are read on the device.
+tokens (Ops.causal_conv), projections, or which rows there are: slots, lengths and positions are read on the device.
 Shape letters as in mamba2.py, Q tokens of a chunk.
 
 One token: a program has some channels of one head. It convolves its x and its group's B and C itself, advances its part
@@ -34,7 +34,7 @@ from models.inputs import StateRows
 from models.kernels.recurrent.conv import kept_token, row_bounds
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 
-BATCH_INVARIANT = True  # the scan with ``one_by_one`` of 0: a row by itself, token by token
+# Batch-invariant: the scan with ``one_by_one`` of 0: a row by itself, token by token
 _CHANNELS, _WARPS = 32, 1  # of a step's programs: one warp moves a state 15% faster than four that wait for one another
 _CHUNK = 32  # tokens; with 64 the registers spill
 _ONE_BY_ONE = 3  # tokens of a row
@@ -275,7 +275,7 @@ def step(
     block_p: int = _CHANNELS,
     warps: int = _WARPS,
 ) -> Tensor:
-    """Kernels.mamba2 where every row has one token. ``block_p``: channels of a head that a program has."""
+    """Ops.mamba2 where every row has one token. ``block_p``: channels of a head that a program has."""
     count, heads, dim = len(projected_BZ), weights.heads, weights.head_dim
     block_p = min(block_p, triton.next_power_of_2(dim))
     gated_BX = gated_memory(projected_BZ, weights)
@@ -322,7 +322,7 @@ def scan(
     one_by_one: int | None = None,
     each: int | None = None,
 ) -> Tensor:
-    """Kernels.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
+    """Ops.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
 
     ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. By default no window is, whose
     tokens are few and shall be those of single steps. ``each``: row i's tokens, and its path, are counted from token

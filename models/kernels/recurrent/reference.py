@@ -31,7 +31,7 @@ def causal_conv(
     positions_T: Tensor,
     silu: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """See Kernels.causal_conv. If that holds of ``silu``, no bit of a token's result depends on who shares the step."""
+    """See Ops.causal_conv. If that holds of ``silu``, no bit of a token's result depends on who shares the step."""
     where, taps = token_rows(rows, len(x_TC)), weight_CJ.shape[1]
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     slot_T = where.slots_B[where.row_T]
@@ -64,7 +64,7 @@ def gated_delta(
     state_SHVK: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """See Kernels.gated_delta. Reads lengths on the host where the device is a CPU."""
+    """See Ops.gated_delta. Reads lengths on the host where the device is a CPU."""
     tokens, wide = len(qkv_TC), state_SHVK.dtype
     where, device = token_rows(rows, len(qkv_TC)), qkv_TC.device
     q_THK, k_THK, v_THV = _heads(qkv_TC.to(wide), rule)

@@ -166,10 +166,10 @@ def test_a_run_leaves_a_table_that_a_start_up_finds(machine: Machine) -> None:
     report = (machine.folder / "kernels" / "nvidia-of-tests.tune.md").read_text()
     assert report.count("\n| products ") == 15
 
-    dispatch: Any = importlib.import_module("models.kernels.matmul.dispatch")
-    made = object.__new__(dispatch.MatmulDispatch)
+    dispatch: Any = importlib.import_module("models.ops.tuned")
+    made = object.__new__(dispatch.TunedProducts)
     made.device, made.traits, made.pdl = torch.device("cuda", 0), GPU, True
-    made.choices, made._resolved, made._lt = ChoiceTable(), {}, None
+    made.choices, made._resolved, made._runs, made._lt = ChoiceTable(), {}, {}, None
     made._partial = torch.empty(1 << 24, device="meta")
     shape = LinearShape(40, 4096, 1024, torch.bfloat16, normed=True)
     assert made.choice(shape) == Blas()

@@ -32,7 +32,7 @@ ALGORITHMS = [CublasLt(f"{number:02x}", 1) for number in range(4)]
 
 
 class Matmul:
-    """A MatmulDispatch of torch's products; one choice computes nonsense."""
+    """A TunedProducts of torch's products; one choice computes nonsense."""
 
     def __init__(self) -> None:
         self.choices = ChoiceTable()

@@ -31,12 +31,12 @@ from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.interface import DeltaRule, Rotation
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.dispatch import shipped_choices
 from models.kernels.matmul.norm import joined_norms, relu2
 from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import H200
+from models.ops.tuned import shipped_choices
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers

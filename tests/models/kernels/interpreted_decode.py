@@ -90,7 +90,7 @@ def attend(
     **more: Any,
 ) -> Tensor:
     return variant(
-        q, heads, kv, *rest, kv.shape[-1] ** -0.5, kernels._attention_partial, kernels._attention_counters, **more
+        q, heads, kv, *rest, kv.shape[-1] ** -0.5, kernels.attention_sums, kernels.attention_counters, **more
     )
 
 
@@ -460,6 +460,7 @@ def chosen(kernels: Nvidia) -> None:
     large = dataclasses.replace(inputs, work=work_of(inputs, SplitRule(16, 1, 16, 60_000)))
     check(kernels.decode_attention(q, cache.kv, large, dim**-0.5), expected, dtype, "without room for the list")
     kernels.balanced = False
+    kernels.forget()
     assert kernels.plan_decode(cache.inputs(query_len), heads, cache.kv).work is None
     check_counters(kernels)
 

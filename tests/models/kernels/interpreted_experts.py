@@ -38,7 +38,7 @@ def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> N
     local[local >= experts // 2] = -1
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
-    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, False)
+    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, pdl=False)
     expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs)
     check(weights, expected[0], 1e-6, ("weights", experts, choices))
     assert torch.equal(chosen, expected[1]), (experts, choices)
@@ -54,14 +54,14 @@ def check_route_sigmoid(experts: int, routing: SigmoidRouting, count: bool) -> N
     local = torch.cat((local, torch.arange(experts, experts + routing.shared, dtype=torch.int32)))
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
-    weights, chosen = route_sigmoid(logits, bias, routing, local, real, mine, False)
+    weights, chosen = route_sigmoid(logits, bias, routing, local, real, mine, pdl=False)
     expected = REFERENCE.route_sigmoid(logits, bias, routing, local, real, theirs)
     check(weights, expected[0], 1e-6, ("weights", experts, routing))
     assert torch.equal(chosen, expected[1]), (experts, routing)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
     logits[3] = math.nan
     numbers = torch.arange(experts + routing.shared, dtype=torch.int32)
-    weights, chosen = route_sigmoid(logits, bias, routing, numbers, real, None, False)
+    weights, chosen = route_sigmoid(logits, bias, routing, numbers, real, None, pdl=False)
     assert weights[3, : routing.choices].isnan().all()
     assert len(set(chosen[3].tolist())) == routing.choices + routing.shared
     assert weights[[0, 1, 2, 4, 5]].isfinite().all()
@@ -72,7 +72,7 @@ def check_broken_token() -> None:
     logits = torch.randn(3, 5)
     logits[1] = math.nan
     local, real = torch.arange(5, dtype=torch.int32), torch.ones(3, dtype=torch.bool)
-    weights, chosen = route_top_k(logits, 3, True, local, real, None, False)
+    weights, chosen = route_top_k(logits, 3, True, local, real, None, pdl=False)
     assert weights[1].isnan().all()
     assert chosen[1].tolist() == [0, 1, 2]
     assert weights[::2].isfinite().all()

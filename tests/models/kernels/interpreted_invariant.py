@@ -73,7 +73,7 @@ def products(kernels: InvariantNvidia) -> None:
         def product(
             x: Tensor, more: dict[str, Any], w: Tensor = weight, b: Tensor | None = bias, g: bool = gate_up
         ) -> Tensor:
-            return matmul.linear(x, w, b, kernels._sums, kernels._counters, gate_up=g, pdl=False, **more)
+            return matmul.linear(x, w, b, kernels.sums, kernels.counters, gate_up=g, pdl=False, **more)
 
         together = product(x, {})
         plain = REFERENCE.linear(x, Weight.of(weight, bias))
@@ -154,7 +154,7 @@ def attentions(kernels: InvariantNvidia) -> None:
             lengths = torch.tensor(ends, dtype=torch.int32)
             inputs = DecodeAttention(c.table[[0] * len(ends)], lengths, new, c.table.shape[1] * c.page)
             mine = torch.cat([q[max(0, end - new) : max(new, end)] for end in ends])
-            chunks, counters = kernels._chunks, kernels._chunk_counters
+            chunks, counters = kernels.attention_sums, kernels.attention_counters
             return attention.decode_attention(
                 mine, c.kv, inputs, s, chunks, counters, multiprocessors=8, chunk=n, pdl=False, **more
             )
@@ -180,7 +180,7 @@ def trees(kernels: InvariantNvidia) -> None:
         q = randn(12, heads, dim, dtype=dtype)
         most = cache.table.shape[1] * page
         inputs = DecodeAttention(cache.table, cache.lengths, 6, most, tree_BQ=tree.seen_BN)
-        rest = (scale, kernels._chunks, kernels._chunk_counters)
+        rest = (scale, kernels.attention_sums, kernels.attention_counters)
         how: dict[str, Any] = {"multiprocessors": 8, "chunk": chunk, "pdl": False}
         found = attention.decode_attention(q, cache.kv, inputs, *rest, sharing=1, **how)
         check(found, REFERENCE.decode_attention(q, cache.kv, inputs, scale), dtype, ("trees", heads, dim))
@@ -213,7 +213,7 @@ def trees(kernels: InvariantNvidia) -> None:
 def blocks(kernels: InvariantNvidia) -> None:
     """Each token of a block as the last one of its row: that sees all of them, too. More tokens than a tile has."""
     heads, kv_heads, dim, page, dtype, chunk = CASES[0]
-    block, rest = 17, (dim**-0.5, kernels._chunks, kernels._chunk_counters)
+    block, rest = 17, (dim**-0.5, kernels.attention_sums, kernels.attention_counters)
     how: dict[str, Any] = {"multiprocessors": 8, "chunk": chunk, "pdl": False}
     cache = Cache([block, 70], kv_heads, dim, page, dtype)
     q = randn(2 * block, heads, dim, dtype=dtype)

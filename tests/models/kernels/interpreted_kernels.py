@@ -30,8 +30,8 @@ from models.kernels.matmul import candidates
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.dispatch import MatmulDispatch
 from models.kernels.traits import H200
+from models.ops.tuned import TunedProducts
 from parallel.layers.weight import Weight
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
@@ -45,13 +45,13 @@ REFERENCE = reference_kernels()
 TRAITS = dataclasses.replace(H200, capability=(8, 0))  # an H200 without TMA and dependent launches
 
 
-class InterpretedMatmul(MatmulDispatch):
+class InterpretedMatmul(TunedProducts):
     """Without cuBLASLt. Workspaces begin as NaN."""
 
     def __init__(self) -> None:
         self.device, self.traits, self.pdl = torch.device("cpu"), TRAITS, False
         self.choices = ChoiceTable()
-        self._resolved, self._slower = {}, {}
+        self._resolved, self._runs, self._slower = {}, {}, {}
         self._lt = cast(Any, SimpleNamespace(version=0, algorithms=lambda *shape, most: []))
         self._partial = torch.full((1 << 20,), math.nan)
         self._counters = torch.zeros(skinny_kernel.COUNTERS, dtype=torch.int32)
@@ -197,8 +197,8 @@ def attention(kernels: Nvidia) -> None:
                 cache.inputs(query_len),
                 even_rule(block_n, splits),
                 dim**-0.5,
-                kernels._attention_partial,
-                kernels._attention_counters,
+                kernels.attention_sums,
+                kernels.attention_counters,
                 stages=2,
                 warps=4,
                 pdl=False,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.recurrent import conv, delta_chunk, delta_step, gates
+from models.kernels.recurrent import gates
 from tests.models.kernels.nvidia_kernels import nvidia_kernels_on_cpu
 from tests.models.kernels.quick_interpreter import ALL
 from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
@@ -262,8 +262,6 @@ def ends() -> None:
 
 
 def main() -> None:
-    assert all(module.BATCH_INVARIANT for module in (conv, delta_step, gates))
-    assert not hasattr(delta_chunk, "BATCH_INVARIANT")
     began = time.perf_counter()
     for part in (convolutions, recurrences, chunks, decode_steps, windows, windows_beside_chunks, trees, ends):
         part()

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.inputs import DecodeAttention
-from models.kernels import deterministic, nvidia
-from models.kernels.matmul import dispatch
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
+from models.ops import nvidia, tuned
 from models.registry import model_class
 from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
@@ -79,11 +78,11 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, dispatch, deterministic, sampler, logprobs)
-    for module in modules[:3]:
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs)
+    for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
-    for module in modules[3:]:
+    for module in modules[2:]:
         module.kernels_for = lambda tensor: triton_kernels()
     plant(pytest.MonkeyPatch(), lambda *_: step_kernels(), part="step.kernels")
 

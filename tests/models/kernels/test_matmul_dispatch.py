@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from models.kernels.traits import H200
 from parallel.layers.weight import Weight
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-dispatch = importlib.import_module("models.kernels.matmul.dispatch")
+dispatch = importlib.import_module("models.ops.tuned")
 nvidia = importlib.import_module("tests.models.kernels.nvidia_kernels")
 
 SHAPES = [LinearShape(8, outputs, 512, torch.bfloat16) for outputs in (256, 384, 512)]
@@ -47,7 +46,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(dispatch, "CublasLtLinear", opened)
         monkeypatch.setattr(dispatch, "shipped_choices", lambda device: ChoiceTable())
-        return dispatch.MatmulDispatch(torch.device("meta"), H200)
+        return dispatch.TunedProducts(torch.device("meta"), H200)
 
     return made
 
@@ -59,7 +58,7 @@ def slower(matmul: Any) -> dict[str, str]:
 
 def test_experts_that_torch_computes_are_told() -> None:
     """Tensor cores want multiples of 16; a rank's share of an expert's features is padded, the hidden size is not."""
-    kernels = nvidia.nvidia_kernels_on_cpu(SimpleNamespace(slower={}))
+    kernels = nvidia.nvidia_kernels_on_cpu()
     x, up, down = torch.ones(3, 24), Weight.of(torch.ones(2, 32, 24)), Weight.of(torch.ones(2, 24, 16))
     made = kernels.expert_mlp(x, up, down, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64), all_experts=2)
     assert made.shape == x.shape

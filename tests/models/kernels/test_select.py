@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 
 
 def test_reference_on_a_cpu_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -18,7 +18,7 @@ def test_reference_on_a_cpu_without_a_word(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_missing_gpu_packages_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "models.kernels.nvidia", None)  # import then fails, as it does without triton
+    monkeypatch.setitem(sys.modules, "models.ops.nvidia", None)  # import then fails, as it does without triton
     with caplog.at_level(logging.WARNING):
         kernels = select_kernels("cuda:0", torch.bfloat16, 128)
     assert kernels.name == "reference"

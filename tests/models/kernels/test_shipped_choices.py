@@ -23,7 +23,7 @@ from models.kernels.traits import H200, DeviceTraits
 from models.row_buckets import decode_ladder, every_bucket
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-dispatch = importlib.import_module("models.kernels.matmul.dispatch")
+dispatch = importlib.import_module("models.ops.tuned")
 
 SHAPES = Path(__file__).parents[3] / "models" / "shapes"
 SHIPPED = sorted(choice_table.SHIPPED_CHOICES.glob("*.json"))
@@ -42,9 +42,10 @@ class Lt:
 
 
 def products(table: ChoiceTable, gpu: DeviceTraits, lt: Lt) -> Any:
-    made = object.__new__(dispatch.MatmulDispatch)
+    made = object.__new__(dispatch.TunedProducts)
     made.device, made.traits, made.pdl = torch.device("meta"), gpu, gpu.dependent_launch
     made.choices, made._resolved, made._lt, made._slower = table, {}, lt, {}
+    made._runs = {}
     made._partial = torch.empty(dispatch.PARTIAL_BYTES // 4, device="meta")
     return made
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.traits import H200
 from parallel.comm.collectives import Collectives, PendingAllReduce, SingleRank
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.linear import RowParallel
@@ -107,20 +110,26 @@ def test_kernels_for_few_rows_push_few_rows(
     choice: Choice, rows: int, pushes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
-    from models.kernels.matmul.dispatch import MatmulDispatch
+    from models.ops import tuned
+    from models.ops.rows_nvidia.products import product as usual
 
     x, weight = torch.randn(rows, 8), Weight.of(torch.randn(4, 8))
     asked = []
 
-    def product(self: object, *rest: object, buffers: PeerBuffers | None = None, **options: object) -> Tensor:
-        asked.append((rest, buffers))
-        return x
+    def product(products: object, shape: LinearShape, choice: Choice) -> tuple[Any, bool]:
+        def run(*given: object, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+            asked.append((*given, buffers))
+            return x, x
 
-    matmul = object.__new__(MatmulDispatch)
-    matmul._resolved = {LinearShape(rows, 4, 8, torch.float32): choice}
-    monkeypatch.setattr(MatmulDispatch, "run", product)
+        return run, usual(products, shape, choice)[1]
+
+    matmul = object.__new__(tuned.TunedProducts)
+    matmul.traits, matmul.pdl, matmul._lt = H200, False, None
+    matmul._partial = matmul._counters = torch.empty(0)
+    matmul._resolved, matmul._runs = {LinearShape(rows, 4, 8, torch.float32): choice}, {}
+    monkeypatch.setattr(tuned, "product", product)
     assert matmul.linear_push(BUFFERS, x, weight) == (x, pushes)
-    assert asked == [((x, weight, choice), BUFFERS if pushes else None)]
+    assert asked == [(x, weight, BUFFERS if pushes else None)]
 
 
 def test_a_kernel_without_places_is_given_none_of_them() -> None:

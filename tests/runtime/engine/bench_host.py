@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.engine import Engine
 from runtime.execute.device.open_device import open_device
 from runtime.schedule.speculation import Speculation

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import Rotation
-from models.kernels.reference import into
+from models.ops.rows_reference.attention import into
 from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with
 

@@ -15,7 +15,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from models.config import ModelConfig
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
 from parallel.control.interface import ControlPlane, SingleRankControl

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.batch_invariance import missing_invariance, missing_operations
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from parallel.layers.weight import Weight
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.proposer import Proposed

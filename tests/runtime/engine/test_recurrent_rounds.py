@@ -1,6 +1,6 @@
 """Recurrent state in verification steps of chains and trees: it is that of single steps, and wrong state is seen.
 
-Lives over such models, with NaN in all state and blocks that no request has: test_lives.py. Kernels against chains of
+Lives over such models, with NaN in all state and blocks that no request has: test_lives.py. Ops against chains of
 ancestors: tests/models/kernels/recurrent/test_trees.py.
 
 Knows: mutants of what recurrent layers read and write, and of when slots are free. Does not know: steps that have
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, StateTree
-from models.kernels.interface import Kernels
+from models.ops.contract import Ops
 from runtime.engine import Engine
 from runtime.execute.cache.pool import CachePool
 from runtime.schedule.slots import SlotPool
@@ -40,7 +40,7 @@ FAMILIES = ("qwen3-next", "nemotron-h")  # one of each recurrence
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
-def recurrences(fn: object) -> Kernels:
+def recurrences(fn: object) -> Ops:
     """``fn`` over both recurrences. It is called with what it replaces, then (projections, ..., rows, positions)."""
     return kernels_with(exact_kernels(), conv_gated_delta=fn, mamba2=fn)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.cache_layout import CacheLayout, PagedKV
 from models.config import ModelConfig
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.execute.launch_spec import GREEDY, LaunchSpec

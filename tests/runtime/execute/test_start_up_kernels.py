@@ -20,7 +20,7 @@ from models.kernels.matmul.choice_table import Blas, ChoiceTable, CublasLt, Line
 from models.kernels.traits import H200, DeviceTraits
 
 pytest.importorskip("triton")
-dispatch = importlib.import_module("models.kernels.matmul.dispatch")
+dispatch = importlib.import_module("models.ops.tuned")
 
 BF16 = torch.bfloat16
 DECODE = LinearShape(16, 6144, 4096, BF16)
@@ -48,8 +48,9 @@ class Lt:
 
 
 def products(lt: Lt | None) -> Any:
-    made = object.__new__(dispatch.MatmulDispatch)
-    made.device, made.pdl, made.choices, made._resolved, made._lt = torch.device("cpu"), False, ChoiceTable(), {}, lt
+    made = object.__new__(dispatch.TunedProducts)
+    made.device, made.pdl, made.choices, made._lt = torch.device("cpu"), False, ChoiceTable(), lt
+    made._resolved, made._runs = {}, {}
     made._partial, made.traits, made._slower = torch.empty(1 << 20), H200, {}
     return made
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.select import select_kernels
+from models.ops.select import select_kernels
 from runtime.execute.proposer import MakeProposer
 from runtime.model_checks import require_invariance
 from runtime.schedule.plan import StepKind

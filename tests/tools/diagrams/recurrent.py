@@ -22,9 +22,9 @@ import torch
 from models.cache_layout import SlotState, StateBanks
 from models.config import ModelConfig
 from models.inputs import StateRows
-from models.kernels.reference import ReferenceKernels
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
+from models.ops.select import reference_ops
 from models.registry import model_class
 from parallel.comm.collectives import SingleRank
 from runtime.execute.executor import Executor
@@ -67,7 +67,7 @@ def declared() -> Iterator[Declared]:
     for path in sorted(SHAPES.glob("*/config.json")):
         config = ModelConfig.from_folder(path.parent)
         with torch.device("meta"):
-            context = ModelContext(SingleRank(), ReferenceKernels(), config.dtype)
+            context = ModelContext(SingleRank(), reference_ops(), config.dtype)
             model = model_class(config.architecture)(config, context)
         for kind, layers in model.cache_layout.kinds:
             if isinstance(kind, SlotState):

@@ -1,0 +1,387 @@
+"""Rows of attention on NVIDIA GPUs: rotation and cache write, decode and windows, prompts.
+
+Knows: which kernel takes which call, and its launch. Does not know: what is fastest (decode_choice.py,
+prefill_choice.py). ``ops`` has ``pdl``, ``traits``, ``balanced``, ``decode_choice``, ``prefill`` (a Prefill) and
+workspaces: ``attention_sums`` float32 of partial results, and ``attention_counters``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.kernels.attention import (
+    decode,
+    decode_balanced,
+    decode_balanced_tma,
+    decode_tma,
+    decode_window,
+    decode_work,
+    invariant,
+    rope_decode,
+    rope_prefill,
+)
+from models.kernels.attention.decode_choice import (
+    WindowLaunch,
+    longest_window,
+    programs_each,
+    programs_of,
+    window_programs,
+)
+from models.kernels.attention.decode_work import DecodeWork, SplitRule
+from models.kernels.attention.prefill import RepeatedTiles, Tiles
+from models.kernels.interface import Rotation
+from models.ops.rows_nvidia.dense import with_pdl
+from models.ops.rows_reference import attention as in_torch
+from models.ops.table import INVARIANT, Key, Row, Run, plain
+
+MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
+_MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
+_PROGRAMS_A_MULTIPROCESSOR = 4  # of prefill attention of the deterministic mode
+_SAME_BITS = frozenset((INVARIANT,))
+
+
+# ---- rotation and cache write ----
+
+
+class RopeCall(NamedTuple):
+    """``even``: norms of queries and keys both, or none; no known architecture norms only one of them."""
+
+    many: bool
+    even: bool
+    head_dim: int
+    rotary: int
+
+
+def _rope_call(qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> RopeCall:
+    sizes = kv_layer.shape[4], rotation.cos_sin_LR.shape[1]
+    return RopeCall(qkv_TX.shape[0] > _MOST_FEW, _even(rotation), *sizes)
+
+
+def _even(rotation: Rotation) -> bool:
+    return (rotation.q_norm_D is None) == (rotation.k_norm_D is None)
+
+
+def _uneven(ops: Any, call: RopeCall) -> str | None:
+    return None if call.even else "a norm of only queries or only keys"
+
+
+def _few(ops: Any, call: RopeCall) -> str | None:
+    if not call.many or not rope_prefill.supports(call.head_dim, call.rotary):
+        return "few tokens, or heads that are no power of two"
+    return _uneven(ops, call)
+
+
+def _rope_same_bits(ops: Any, call: RopeCall) -> Run:
+    """By one kernel for any number of tokens; which one is up to the shape of a head."""
+    if rope_prefill.supports(call.head_dim, call.rotary):
+        return partial(rope_prefill.rope_and_cache, pdl=ops.pdl)
+    return partial(rope_decode.rope_and_cache, pdl=ops.pdl, heads_a_program=8)
+
+
+# ---- decode and windows ----
+
+
+class AttendCall(NamedTuple):
+    """Arguments of "attend", an op of this device alone; ``q``: rotated queries, or qkv with a ``rotation``."""
+
+    q_TX: Tensor
+    heads: int
+    kv_layer: Tensor
+    inputs: DecodeAttention
+    scale: float
+    rotation: Rotation | None
+    out_THD: Tensor | None
+
+    @property
+    def step(self) -> tuple[DecodeAttention, int, Tensor]:
+        return self.inputs, self.heads, self.kv_layer
+
+    @property
+    def query_rows(self) -> int:
+        return self.heads // self.kv_layer.shape[3] * self.inputs.query_len
+
+
+def _step_key(inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[object, ...]:
+    return (
+        inputs.kv_lengths_B.shape[0],
+        inputs.query_len,
+        inputs.max_kv_length,
+        inputs.skip_empty,
+        inputs.tree_BQ is None,
+        inputs.starts_B is None,
+        heads,
+        *kv_layer.shape[2:],
+        kv_layer.dtype,
+    )
+
+
+def _attend_key(
+    q_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    rotation: Rotation | None,
+    out_THD: Tensor | None,
+) -> tuple[object, ...]:
+    work = inputs.work
+    rule = (work.rule, True) if isinstance(work, DecodeWork) else (work, False)
+    return *_step_key(inputs, heads, kv_layer), *rule, rotation is None, out_THD is None
+
+
+def _plan(ops: Any, call: tuple[DecodeAttention, int, Tensor]) -> Run:
+    rule, pdl = ops.decode_choice.rule(*call), ops.pdl
+    if ops.decode_choice.without_list(*call):
+        return lambda inputs, heads, kv_layer: dataclasses.replace(inputs, work=rule)
+    return lambda inputs, heads, kv_layer: dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, pdl))
+
+
+def _fits(ops: Any, call: AttendCall, rule: SplitRule) -> bool:
+    *_, kv_heads, head_dim = call.kv_layer.shape
+    fits: bool = ops.decode_choice.fits(rule, len(call.inputs.kv_lengths_B), kv_heads, call.query_rows, head_dim)
+    return fits
+
+
+def _list_of(ops: Any, call: AttendCall) -> SplitRule | None:
+    """The rule of the call's list, where there is one and its partial results fit."""
+    work = call.inputs.work
+    return work.rule if isinstance(work, DecodeWork) and _fits(ops, call, work.rule) else None
+
+
+def _window_of(ops: Any, call: AttendCall) -> WindowLaunch | None:
+    found: WindowLaunch | None = ops.decode_choice.window(*call.step) if call.rotation is None else None
+    return found
+
+
+def _tall(call: AttendCall) -> str | None:
+    if call.kv_layer.dtype != torch.float32 or call.query_rows <= MOST_FLOAT32_ROWS:
+        return None
+    reason = f"in float32 {call.query_rows} query rows of a key head are more than {MOST_FLOAT32_ROWS}"
+    return f"{reason}: --dtype bfloat16 has more"
+
+
+def _no_window(ops: Any, call: AttendCall) -> str | None:
+    window = _window_of(ops, call)
+    return _tall(call) or (None if _list_of(ops, call) and window and window.tma else "no window over a list")
+
+
+def _windows(ops: Any, call: AttendCall) -> Run:
+    window, kv_heads = _window_of(ops, call), call.kv_layer.shape[3]
+    assert window is not None
+    programs = window_programs(window.programs, kv_heads, ops.traits.multiprocessors)
+    launch = {"stages": window.stages, "warps": window.warps, "programs": programs, "pdl": ops.pdl}
+    memory = ops.attention_sums, ops.attention_counters
+    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD: decode_window.attend_windows(
+        q_THD, kv_layer, inputs, inputs.work, scale, *memory, out_THD=out_THD, **launch
+    )
+
+
+def _no_list(ops: Any, call: AttendCall, *, by_tma: bool) -> str | None:
+    served = _list_of(ops, call) is not None and ops.decode_choice.variant(*call.step)[0] == by_tma
+    return _tall(call) or (None if served else "no list of splits")
+
+
+def _list(ops: Any, call: AttendCall) -> Run:
+    (by_tma, (block_n, stages, warps)), rule = ops.decode_choice.variant(*call.step), _list_of(ops, call)
+    assert rule is not None
+    kv_heads, multiprocessors, window = call.kv_layer.shape[3], ops.traits.multiprocessors, _window_of(ops, call)
+    if window is not None:
+        programs = window_programs(window.programs, kv_heads, multiprocessors)
+    else:
+        each = programs_each(call.inputs, kv_heads, by_tma)
+        programs = programs_of(call.inputs, kv_heads, rule, multiprocessors, each)
+    attend: Run = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
+    launch = {"block_n": min(block_n, rule.block), "stages": stages, "warps": warps, "programs": programs}
+    attend = partial(attend, pdl=ops.pdl, **launch)
+    memory = ops.attention_sums, ops.attention_counters
+    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: attend(
+        q_TX, heads, kv_layer, inputs, inputs.work, scale, *memory, rotation=rotation, out_THD=out_THD
+    )
+
+
+def _not_many(ops: Any, call: AttendCall) -> str | None:
+    plain = call.inputs.starts_B is None and call.inputs.work is None and call.out_THD is None
+    return _tall(call) or (None if plain and ops.decode_choice.variant(*call.step)[0] else "no keys by TMA")
+
+
+def _many(ops: Any, call: AttendCall) -> Run:
+    _, (block_n, stages, warps) = ops.decode_choice.variant(*call.step)
+    launch = {"block_n": block_n, "stages": stages, "warps": warps, "pdl": ops.pdl}
+    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: decode_tma.attend_many(
+        q_TX, heads, kv_layer, inputs, scale, rotation=rotation, **launch
+    )
+
+
+def _ragged(ops: Any, call: AttendCall) -> str | None:
+    return _tall(call) or (None if call.inputs.starts_B is None else "chunks without a list of splits that fits")
+
+
+def _splits(ops: Any, call: AttendCall) -> Run:
+    choice, work = ops.decode_choice, call.inputs.work
+    rule = work if isinstance(work, SplitRule) and _fits(ops, call, work) else choice.rule(*call.step)
+    _, (_, stages, warps) = choice.variant(*call.step)
+    *_, kv_heads, head_dim = call.kv_layer.shape
+    apart = choice.merges_apart(len(call.inputs.kv_lengths_B) * kv_heads, call.query_rows, head_dim)
+    launch = {"stages": stages, "warps": warps, "apart": apart, "pdl": ops.pdl}
+    memory = ops.attention_sums, ops.attention_counters
+    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: decode.decode_attention(
+        q_TX, heads, kv_layer, inputs, rule, scale, *memory, rotation=rotation, out_THD=out_THD, **launch
+    )
+
+
+def _attend_in_torch(ops: Any) -> Run:
+    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD: in_torch.decode_attention(
+        q_THD, kv_layer, inputs, scale, out_THD
+    )
+
+
+def _decode(ops: Any) -> Run:
+    return lambda q_THD, kv_layer, inputs, scale, out_THD=None: ops.attend(
+        q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD
+    )
+
+
+def _rotating(ops: Any, call: tuple[bool, bool, bool]) -> Run:
+    return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale: ops.attend(
+        qkv_TX, heads, kv_layer, inputs, scale, rotation, None
+    )
+
+
+def _rotating_call(
+    qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float
+) -> tuple[bool, bool, bool]:
+    fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= MOST_FLOAT32_ROWS
+    return inputs.query_len == 1, _even(rotation), fits
+
+
+def _splits_chunks(ops: Any) -> Run:
+    def splits_chunks(heads: int, kv_layer: Tensor) -> bool:
+        few = heads // kv_layer.shape[3] * PIECE <= MOST_FLOAT32_ROWS
+        return ops.balanced and (kv_layer.dtype != torch.float32 or few)
+
+    return splits_chunks
+
+
+def _longest_window(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
+    return None if dtype == torch.float32 else longest_window(heads, kv_heads, head_dim)
+
+
+def _decode_same_bits(ops: Any) -> Run:
+    memory, multiprocessors, pdl = (ops.attention_sums, ops.attention_counters), ops.traits.multiprocessors, ops.pdl
+
+    def decode_attention(
+        q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+    ) -> Tensor:
+        _require_head_dim(kv_layer)
+        return invariant.decode_attention(
+            q_THD, kv_layer, inputs, scale, *memory, out_THD=out_THD, multiprocessors=multiprocessors, pdl=pdl
+        )
+
+    return decode_attention
+
+
+# ---- prompts ----
+
+
+def _prefill(ops: Any) -> Run:
+    def prefill_attention(q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        if inputs.planned is None:  # neither of the two takes such heads
+            return in_torch.prefill_attention(q_THD, kv_layer, inputs, scale)
+        out_THD: Tensor = ops.prefill.run(q_THD, kv_layer, inputs, scale)
+        return out_THD
+
+    return prefill_attention
+
+
+def _plan_prefill(ops: Any) -> Run:
+    prefill = ops.prefill
+    return lambda inputs, heads, kv_heads, head_dim, kv_layer: (
+        prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer) if prefill.supports(head_dim) else inputs
+    )
+
+
+def _repeat_prefill(ops: Any) -> Run:
+    prefill = ops.prefill
+    return lambda page_table_BP, max_tokens, heads, kv_heads, kv_layer: (
+        prefill.repeated(page_table_BP, max_tokens, heads, kv_heads, kv_layer)
+        if prefill.supports(kv_layer.shape[-1])
+        else None
+    )
+
+
+def _plan_same_bits(
+    inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
+) -> PrefillAttention:
+    _require_head_dim(kv_layer)
+    return dataclasses.replace(inputs, planned=invariant.listed_tiles(inputs, heads, kv_layer))
+
+
+def _repeat_same_bits(ops: Any) -> Run:
+    def repeat_prefill(
+        page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    ) -> RepeatedPrefill:
+        _require_head_dim(kv_layer)
+        a_tile = invariant.tokens_of_a_tile(heads, kv_layer)
+        return RepeatedTiles(ops.device, len(page_table_BP), max_tokens, a_tile)
+
+    return repeat_prefill
+
+
+def _prefill_same_bits(ops: Any) -> Run:
+    programs, pdl = _PROGRAMS_A_MULTIPROCESSOR * ops.traits.multiprocessors, ops.pdl
+
+    def prefill_attention(q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+        if not isinstance(inputs.planned, Tiles | RepeatedTiles):
+            raise TypeError("prefill attention is planned first (plan_prefill, repeat_prefill)")
+        return invariant.prefill_attention(
+            q_THD, kv_layer, inputs.page_table_BP, inputs.planned, scale, programs=programs, pdl=pdl
+        )
+
+    return prefill_attention
+
+
+def _require_head_dim(kv_layer: Tensor) -> None:
+    if not invariant.supports(kv_layer.shape[-1]):
+        raise RuntimeError(
+            f"attention with heads of {kv_layer.shape[-1]} dims has no batch-invariant kernel (256 at most)"
+        )
+
+
+ROWS = (
+    Row("rope_and_cache", with_pdl(rope_prefill.rope_and_cache), refuses=_few),
+    Row("rope_and_cache", with_pdl(rope_decode.rope_and_cache), refuses=_uneven),
+    Row("plan_decode", _plan, refuses=lambda ops, call: None if ops.balanced else "all rows are split alike"),
+    Row("attend", _windows, refuses=_no_window),
+    Row("attend", _list, refuses=partial(_no_list, by_tma=True)),
+    Row("attend", _list, refuses=partial(_no_list, by_tma=False)),
+    Row("attend", _many, refuses=_not_many),
+    Row("attend", _splits, refuses=_ragged),
+    Row("attend", _attend_in_torch, fallback="torch_attention"),
+    Row("decode_attention", _decode),
+    Row("rope_cache_attend", _rotating, refuses=lambda ops, call: None if all(call) else "norm and rotate apart"),
+    Row("splits_chunks", _splits_chunks),
+    plain("longest_window", _longest_window),
+    Row("prefill_wave", lambda ops: ops.prefill.wave),
+    Row("plan_prefill", _plan_prefill),
+    Row("repeat_prefill", _repeat_prefill),
+    Row("prefill_attention", _prefill),
+)
+INVARIANT_ROWS = (
+    Row("rope_and_cache", _rope_same_bits, _SAME_BITS, refuses=_uneven),
+    Row("decode_attention", _decode_same_bits, _SAME_BITS),
+    plain("plan_prefill", _plan_same_bits, INVARIANT),
+    Row("repeat_prefill", _repeat_same_bits, _SAME_BITS),
+    Row("prefill_attention", _prefill_same_bits, _SAME_BITS),
+)
+KEYS = {
+    "rope_and_cache": Key(_rope_call),
+    "plan_decode": Key(_step_key, lambda *call: call),
+    "attend": Key(_attend_key, AttendCall),
+    "rope_cache_attend": Key(_rotating_call),
+}

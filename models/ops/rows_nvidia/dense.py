@@ -1,0 +1,103 @@
+"""Rows of dense ops on NVIDIA GPUs: norms, activations, vocabulary rows, matrix products.
+
+Knows: how each kernel is called. Does not know: which product kernel is fastest (models/ops/tuned.py).
+``ops`` has ``pdl`` (dependent launches), ``traits``, ``matmul`` (TunedProducts) or the workspaces of invariant
+products: ``sums`` and ``counters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.kernels import embedding
+from models.kernels.matmul import invariant, norm
+from models.kernels.recurrent import gates
+from models.ops.table import INVARIANT, Key, Row, Run
+from parallel.layers.weight import Weight
+
+Bind = Callable[..., Run]
+
+
+def _invariant(op: str, bind: Bind) -> Row:
+    return Row(op, bind, frozenset((INVARIANT,)))
+
+
+def _vocab_rows(ops: Any) -> Run:
+    pdl = ops.pdl
+    return lambda weight, ids_T, first, held: embedding.vocab_rows(weight.data, ids_T.contiguous(), first, held, pdl)
+
+
+def _rms_norm(ops: Any) -> Run:
+    pdl = ops.pdl
+    return lambda x_TN, weight_N, eps: norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, pdl)
+
+
+def _add_rms_norm(ops: Any) -> Run:
+    pdl = ops.pdl
+
+    def add_rms_norm(x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, pdl), residual_TN
+
+    return add_rms_norm
+
+
+def _joined_norms(ops: Any) -> Run:
+    pdl = ops.pdl
+    return lambda x_TN, x_norm_N, y_TN, y_norm_N, eps: norm.joined_norms(
+        x_TN.contiguous(), x_norm_N, y_TN.contiguous(), y_norm_N, eps, pdl
+    )
+
+
+def with_pdl(kernel: Run) -> Bind:
+    """Of a kernel that is called with the op's own arguments, and ``pdl``."""
+    return lambda ops, call=None: partial(kernel, pdl=ops.pdl)
+
+
+def _invariant_product(*, gate_up: bool) -> Bind:
+    def bind(ops: Any) -> Run:
+        sums, counters, shared_bytes, pdl = ops.sums, ops.counters, ops.traits.shared_bytes, ops.pdl
+
+        def product(x_TN: Tensor, weight: Weight) -> Tensor:
+            given = x_TN, weight.data, weight.bias, sums, counters
+            return invariant.linear(*given, gate_up=gate_up, shared_bytes=shared_bytes, pdl=pdl)
+
+        return product
+
+    return bind
+
+
+def _wide_logits(ops: Any) -> Run:
+    return lambda x_TN, weight: ops.linear(x_TN.float(), Weight.of(weight.data.float()))
+
+
+ROWS = (
+    _invariant("vocab_rows", _vocab_rows),
+    _invariant("rms_norm", _rms_norm),
+    _invariant("add_rms_norm", _add_rms_norm),
+    Row("joined_norms", _joined_norms),
+    _invariant("silu_mul", with_pdl(norm.silu_mul)),
+    _invariant("relu2", with_pdl(norm.relu2)),
+    _invariant("sigmoid_mul", with_pdl(gates.sigmoid_mul)),
+    _invariant("gated_add", with_pdl(gates.gated_add)),
+    *(
+        Row(op, lambda ops, op=op: getattr(ops.matmul, op))
+        for op in ("linear", "linear_push", "add_norm_linear", "gate_up", "add_norm_gate_up", "gate_up_down")
+    ),
+    Row(
+        "router_logits",
+        lambda ops, dtype: lambda x_TN, weight: torch.mm(x_TN, weight.data.t(), out_dtype=torch.float32),
+        refuses=lambda ops, dtype: "float32 already" if dtype == torch.float32 else None,
+    ),
+)
+# Of the deterministic mode, before the others.
+INVARIANT_ROWS = (
+    _invariant("linear", _invariant_product(gate_up=False)),
+    _invariant("gate_up", _invariant_product(gate_up=True)),
+    _invariant("router_logits", _wide_logits),
+)
+KEYS = {"router_logits": Key(lambda x_TN, weight: x_TN.dtype)}

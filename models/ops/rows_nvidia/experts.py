@@ -1,0 +1,94 @@
+"""Rows of routers and experts on NVIDIA GPUs.
+
+Knows: which kernel of experts takes how many tokens of which matrices. Does not know: how tiles are chosen
+(models/kernels/experts/tiles.py). ``ops`` has ``pdl`` and ``traits``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from models.kernels.experts import grouped, grouped_tma, route, streamed
+from models.kernels.experts.tiles import LongListTiles, long_list_tiles, without_lists
+from models.ops.rows_nvidia.dense import with_pdl
+from models.ops.table import INVARIANT, Key, Row, Run
+from parallel.layers.weight import Weight
+
+
+class ExpertCall(NamedTuple):
+    """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
+    whether TMA takes the matrices."""
+
+    tokens: int
+    choices: int
+    all_experts: int
+    experts: int
+    hidden: int
+    up_rows: int
+    inner: int
+    loadable: bool
+
+
+def _call(
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+) -> ExpertCall:
+    tokens, choices = local_TC.shape
+    loadable = grouped_tma.supports(gate_up.data, down.data)
+    sizes = down.data.shape[0], down.outputs, gate_up.outputs, down.inner
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable)
+
+
+def _ragged(call: ExpertCall) -> str | None:
+    """Tensor cores need multiples of 16."""
+    if call.hidden % 16 == 0 and call.inner % 16 == 0:
+        return None
+    return f"a hidden size of {call.hidden} is no multiple of 16"
+
+
+def _streams(ops: Any, call: ExpertCall) -> str | None:
+    if without_lists(call.tokens, call.choices, call.all_experts):
+        return _ragged(call)
+    return "lists of tokens an expert are worth their making"
+
+
+def _streamed(ops: Any, call: ExpertCall) -> Run:
+    pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: streamed.expert_mlp(
+        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, multiprocessors=multiprocessors
+    )
+
+
+def _tiles(ops: Any, call: ExpertCall) -> LongListTiles | None:
+    if not ops.traits.hopper or not call.loadable or _ragged(call):
+        return None
+    mean = call.tokens * call.choices / call.all_experts
+    return long_list_tiles(mean, call.experts, call.hidden, call.inner, ops.traits, call.up_rows)
+
+
+def _long_lists(ops: Any, call: ExpertCall) -> Run:
+    pdl, tiles = ops.pdl, _tiles(ops, call)
+    assert tiles is not None
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped_tma.expert_mlp(
+        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, tiles
+    )
+
+
+def _lists(ops: Any, call: ExpertCall) -> Run:
+    pdl, shared_bytes = ops.pdl, ops.traits.shared_bytes
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped.expert_mlp(
+        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, all_experts=all_experts, shared_bytes=shared_bytes
+    )
+
+
+_SAME_BITS = frozenset((INVARIANT,))
+ROWS = (
+    Row("route_top_k", with_pdl(route.route_top_k), _SAME_BITS),
+    Row("route_sigmoid", with_pdl(route.route_sigmoid), _SAME_BITS),
+    Row("expert_mlp", _streamed, refuses=_streams),
+    Row("expert_mlp", _long_lists, refuses=lambda ops, call: None if _tiles(ops, call) else "short lists"),
+    # A list of any length, in tiles of any size, takes each sum in the same order.
+    Row("expert_mlp", _lists, _SAME_BITS, refuses=lambda ops, call: _ragged(call)),
+)
+KEYS = {"expert_mlp": Key(_call)}

@@ -1,0 +1,207 @@
+"""Rows of matrix products on NVIDIA GPUs: cuBLAS, cuBLASLt's algorithms, and our kernels for few rows.
+
+Knows: which shapes and configurations each can run, and how it is called. Does not know: which is fastest (tuned.py),
+or how a kernel computes. Each row serves x W^T (+ bias); what its ``form`` lacks, a launch before or after it does:
+
+    normed   rms_norm(x + residual) comes first
+    gate_up  SiLU-mul of the two halves of the result follows
+    pushes   the result goes into the peers' buffers, too
+
+``ops`` of these rows is the TunedProducts; ``call`` a LinearShape; ``config`` a Choice. What ``bind`` returns is called
+with (x, weight, residual, norm, eps, buffers), the last four optional, and returns (result, x + residual).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.kernels.matmul import gemv, norm, skinny, wide
+from models.kernels.matmul.candidates import (
+    MOST_GEMV_ROWS,
+    first_wave,
+    gemv_candidates,
+    skinny_candidates,
+    wide_candidates,
+)
+from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.ops.table import Row, Run
+from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight
+
+MAX_PUSHED_ROWS = 32  # on two H200s steps of 128 and 256 rows got longer by pushing
+_ALGORITHMS = 40  # of cuBLASLt, in a full search; a start-up tries the first few
+
+
+Product = Callable[..., tuple[Tensor, Tensor]]
+
+
+def product(products: Any, shape: LinearShape, choice: Choice) -> tuple[Product, bool]:
+    """(what runs ``shape`` by ``choice``, whether it pushes its result where it is given buffers)."""
+    row = ROWS[type(choice)]
+    run = row.bind(products, shape, choice)
+    if shape.gate_up and "gate_up" not in row.form:
+        run = partial(_then_silu, run, products.pdl)
+    if shape.normed and not ("normed" in row.form and getattr(choice, "fold", True)):
+        run = partial(_after_norm, run, products.pdl)
+    return run, "pushes" in row.form and shape.rows <= MAX_PUSHED_ROWS
+
+
+def _after_norm(
+    run: Product, pdl: bool, x_MK: Tensor, weight: Weight, residual_MK: Tensor | None, norm_K: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """May overwrite ``residual`` and, in large steps, ``x`` (norm.py)."""
+    hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, pdl)
+    return run(hidden_MK, weight)[0], x_MK if residual_MK is None else residual_MK
+
+
+def _then_silu(run: Product, pdl: bool, x_MK: Tensor, weight: Weight, **options: Any) -> tuple[Tensor, Tensor]:
+    out_MO, total_MK = run(x_MK, weight, **options)
+    return norm.silu_mul(out_MO, pdl), total_MK
+
+
+def _fused(kernel: Product) -> Product:
+    """Of a kernel that takes everything in one launch."""
+
+    def run(
+        x_MK: Tensor,
+        weight: Weight,
+        residual_MK: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        buffers: PeerBuffers | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return kernel(x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers)
+
+    return run
+
+
+def _gemv(products: Any, shape: LinearShape, choice: Gemv) -> Run:
+    waves = first_wave(products.traits)
+    given = dataclasses.asdict(choice)
+    return _fused(partial(gemv.gemv, gate_up=shape.gate_up, first_wave=waves, pdl=products.pdl, **given))
+
+
+def _skinny(products: Any, shape: LinearShape, choice: Skinny) -> Run:
+    return _fused(partial(skinny.skinny, **_shared(products, shape, choice)))
+
+
+def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
+    kernel: Run = partial(wide.wide, **_shared(products, shape, choice))
+    return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight.data, weight.bias), x_MK)
+
+
+def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[str, Any]:
+    """What both take: workspaces, the form, the configuration."""
+    given = dataclasses.asdict(choice)
+    given.pop("fold", None)
+    spaces = {"partial": products._partial, "counters": products._counters, "pdl": products.pdl}
+    return {"gate_up": shape.gate_up, **spaces, **given}
+
+
+def by_library(products: Any, choice: Choice) -> Run:
+    """Called with (x, weight, out, which is optional): x W^T without a bias."""
+    lt = products._lt
+    if isinstance(choice, CublasLt) and lt is not None:
+        return lambda x_MK, weight, out_MO=None: lt.run(x_MK, weight.data, choice.algorithm, out_MO)
+    return lambda x_MK, weight, out_MO=None: torch.mm(x_MK, weight.data.t(), out=out_MO)
+
+
+def _library(products: Any, shape: LinearShape, choice: Choice) -> Run:
+    multiply = by_library(products, choice)
+
+    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+        if weight.bias is not None:
+            return F.linear(x_MK, weight.data, weight.bias), x_MK
+        return multiply(x_MK, weight), x_MK
+
+    return run
+
+
+def _algorithms(products: Any, shape: LinearShape) -> list[Choice]:
+    lt = products._lt
+    if lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    names = lt.algorithms(shape.rows, shape.outputs, shape.inner, shape.dtype, most=_ALGORITHMS)
+    return [CublasLt(name, lt.version) for name in names]
+
+
+# Why a row cannot run ``shape`` with ``choice``, which was ``measured`` for so many rows; None: for those of ``shape``.
+
+
+def _lt_refuses(products: Any, shape: LinearShape, choice: CublasLt, measured: int | None) -> str | None:
+    """An algorithm of another version means nothing; one of other rows or GPUs fits where the library says so."""
+    lt = products._lt
+    if lt is None or choice.version != lt.version:
+        return "an algorithm of another version of cuBLASLt"
+    exact = products._measured_here and measured in (None, shape.rows)
+    if exact or lt.can_run(shape.rows, shape.outputs, shape.inner, shape.dtype, choice.algorithm):
+        return None
+    return "an algorithm for other rows"
+
+
+def _gemv_refuses(products: Any, shape: LinearShape, choice: Gemv, measured: int | None) -> str | None:
+    return None if shape.rows <= MOST_GEMV_ROWS else f"more than {MOST_GEMV_ROWS} rows"
+
+
+def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:
+    floats = skinny.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
+    tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
+    if floats > products._partial.numel() or (choice.split > 1 and tiles > skinny.COUNTERS):
+        return _WORKSPACE
+    return _shared_memory_refuses(products, shape, choice)
+
+
+def _wide_refuses(products: Any, shape: LinearShape, choice: Wide, measured: int | None) -> str | None:
+    if not products.pdl or shape.rows > choice.block_m:
+        return f"more than {choice.block_m} rows, or a GPU without TMA"
+    floats = wide.workspace_floats(shape.outputs, choice.block_m, choice.split)
+    if floats > products._partial.numel() or shape.outputs // choice.block_o > skinny.COUNTERS:
+        return _WORKSPACE
+    return _shared_memory_refuses(products, shape, choice)
+
+
+def _shared_memory_refuses(products: Any, shape: LinearShape, choice: Skinny | Wide) -> str | None:
+    """Asked of what another model of GPU chose."""
+    tile = choice.stages * choice.block_k * (choice.block_m + choice.block_o) * shape.dtype.itemsize
+    fits = products._measured_here or tile <= products.traits.shared_bytes
+    return None if fits else "too little shared memory"
+
+
+_WORKSPACE = "too little workspace"
+
+
+def _candidates(find: Run) -> Run:
+    return lambda products, shape: find(shape, products.traits)
+
+
+def _row(config: type, bind: Run, variants: Run, refuses: Run | None = None, *form: str) -> Row:
+    return Row("product", bind, frozenset(form), refuses, variants, config)
+
+
+ROWS: dict[type, Row] = {
+    row.config: row
+    for row in (
+        _row(Blas, _library, lambda products, shape: [Blas()]),
+        _row(CublasLt, _library, _algorithms, _lt_refuses),
+        _row(Skinny, _skinny, _candidates(skinny_candidates), _skinny_refuses, "normed", "gate_up", "pushes"),
+        _row(Gemv, _gemv, _candidates(gemv_candidates), _gemv_refuses, "normed", "gate_up", "pushes"),
+        _row(Wide, _wide, _candidates(wide_candidates), _wide_refuses, "gate_up"),
+    )
+    if row.config is not None
+}
+
+
+def candidates(products: Any, shape: LinearShape) -> Iterator[Choice]:
+    """Every configuration that can run ``shape``."""
+    for row in ROWS.values():
+        assert row.variants is not None
+        for choice in row.variants(products, shape):
+            if row.refuses is None or row.refuses(products, shape, choice, None) is None:
+                yield choice

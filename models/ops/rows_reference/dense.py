@@ -1,0 +1,124 @@
+"""Rows of dense ops in plain torch, and of those that are compositions of others on every device.
+
+Knows: the arithmetic, in float32 inside whatever the dtype. Does not know: optimisations.
+Shape letters as in models/ops/contract.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.kernels.sigmoid_routing import wide_linear
+from models.ops.contract import Ops
+from models.ops.table import INVARIANT, composed, plain
+from parallel.comm.peer_buffers import PeerBuffers
+from parallel.layers.weight import Weight
+
+
+def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    x = x_TN.float()
+    normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype)
+    return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
+
+
+def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate.float()).to(gate.dtype) * up
+
+
+def relu2(x_TI: Tensor) -> Tensor:
+    return x_TI.relu().square()
+
+
+def linear(x_TN: Tensor, weight: Weight) -> Tensor:
+    return F.linear(x_TN, weight.data, weight.bias)
+
+
+def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
+    return wide_linear(x_TN, weight.data)
+
+
+def vocab_rows(weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
+    local_T = ids_T - first
+    foreign_T = (local_T < 0) | (local_T >= held)
+    return F.embedding(local_T.masked_fill(foreign_T, 0), weight.data).masked_fill(foreign_T.unsqueeze(-1), 0.0)
+
+
+def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+    return (x_TX * gate_TX.to(torch.promote_types(gate_TX.dtype, torch.float32)).sigmoid()).to(x_TX.dtype)
+
+
+def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
+    wide = torch.promote_types(x_TN.dtype, torch.float32)
+    scale_T1 = (hidden_TN.to(wide) * gate_N.to(wide)).sum(1, keepdim=True).sigmoid()
+    return (x_TN + scale_T1 * y_TN).to(x_TN.dtype)
+
+
+# ---- compositions ----
+
+
+def add_rms_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual_TN = x_TN + residual_TN
+    return ops.rms_norm(residual_TN, weight_N, eps), residual_TN
+
+
+def joined_norms(ops: Ops, x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor, eps: float) -> Tensor:
+    return torch.cat((ops.rms_norm(x_TN, x_norm_N, eps), ops.rms_norm(y_TN, y_norm_N, eps)), 1)
+
+
+def linear_push(ops: Ops, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+    return ops.linear(x_TN, weight), False
+
+
+def add_norm_linear(
+    ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    hidden_TN, residual_TN = _add_norm(ops, x_TN, residual_TN, norm_N, eps)
+    return ops.linear(hidden_TN, weight), residual_TN
+
+
+def gate_up(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
+    return ops.silu_mul(ops.linear(x_TN, weight))
+
+
+def add_norm_gate_up(
+    ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    hidden_TN, residual_TN = _add_norm(ops, x_TN, residual_TN, norm_N, eps)
+    return ops.gate_up(hidden_TN, weight), residual_TN
+
+
+def gate_up_down(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    return ops.linear(ops.gate_up(x_TN, gate_up), down)
+
+
+def _add_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if residual_TN is None:
+        return ops.rms_norm(x_TN, norm_N, eps), x_TN
+    return ops.add_rms_norm(x_TN, residual_TN, norm_N, eps)
+
+
+ROWS = (
+    plain("rms_norm", rms_norm),
+    plain("silu_mul", silu_mul),
+    plain("relu2", relu2, INVARIANT),
+    plain("linear", linear),
+    plain("router_logits", router_logits),
+    plain("vocab_rows", vocab_rows, INVARIANT),
+    plain("sigmoid_mul", sigmoid_mul, INVARIANT),
+    plain("gated_add", gated_add),
+    *(
+        composed(run.__name__, run)
+        for run in (
+            add_rms_norm,
+            joined_norms,
+            linear_push,
+            add_norm_linear,
+            gate_up,
+            add_norm_gate_up,
+            gate_up_down,
+        )
+    ),
+)

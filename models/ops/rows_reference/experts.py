@@ -1,0 +1,61 @@
+"""Rows of routers and experts in plain torch.
+
+Knows: the arithmetic, in float32 inside whatever the dtype. Does not know: optimisations.
+Shape letters as in models/ops/contract.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.kernels.sigmoid_routing import route_sigmoid
+from models.ops.rows_reference.dense import relu2, silu_mul
+from models.ops.table import Row, plain
+from parallel.layers.weight import Weight
+
+
+def route_top_k(
+    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, load_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scores_TE = logits_TE.to(_wide(logits_TE)).softmax(-1)
+    ordered_TE, experts_TE = scores_TE.sort(stable=True, dim=-1, descending=True)
+    weights_TC, experts_TC = ordered_TE[:, :choices], experts_TE[:, :choices]
+    if renormalise:
+        weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+    if load_E is not None:
+        load_E.scatter_add_(0, experts_TC.flatten(), real_T.to(load_E.dtype).repeat_interleave(choices))
+    return weights_TC, torch.where(real_T[:, None], local_E[experts_TC], -1)
+
+
+def expert_mlp(
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+) -> Tensor:
+    """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
+    out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
+    for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up.data, down.data, strict=True)):
+        chosen_TC = local_TC == g
+        weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
+        term_TN = one_expert(x_TN, gate_up_2IN, down_NI) * weight_T1
+        out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
+    return out_TN.to(x_TN.dtype)
+
+
+def one_expert(x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor) -> Tensor:
+    """[T, N], of all tokens."""
+    up_TX = F.linear(x_TN, gate_up_2IN)
+    inner_TI = silu_mul(up_TX) if up_TX.shape[1] > down_NI.shape[1] else relu2(up_TX)
+    return F.linear(inner_TI, down_NI)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums and scores: float32, or float64 where x is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+ROWS: tuple[Row, ...] = (
+    plain("route_top_k", route_top_k),
+    plain("route_sigmoid", route_sigmoid),
+    Row("expert_mlp", lambda ops: expert_mlp, fallback="torch_experts"),
+)
