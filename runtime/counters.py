@@ -28,6 +28,7 @@ def engine_counters(
     counted: dict[str, int | float] = {
         "steps": schedule.prefill_steps + schedule.decode_steps + schedule.mixed_steps,
         **{name: getattr(schedule, name) for name in _SCHEDULED},
+        "fenced_blocks": scheduler.pool.soon_free,
         "plan_late_waits": late.plan_late_waits,
         "plan_late_us": late.plan_late_us,
         "plan_late_misses": late.plan_late_misses,

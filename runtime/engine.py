@@ -1,11 +1,11 @@
-"""The engine: events -> plan -> launch -> land. One on every rank, all running the same loop over the same plans.
+"""The engine: agree, plan, launch, land. Every rank has one, and all take the same turns over the same plans.
 
-Knows: the order of the four verbs and where the loop waits. Does not know: how any of them is done.
+Knows: the order of these four, and where a turn waits. Does not know: how any of them is done.
 
-    turn N   agree on the events of step N        control plane: read L steps early, off the device's path
-             submit them, plan step N             pure
-             launch it                            behind everything in flight; nothing is waited for
-             land step N - D                      the only wait of the loop; D = 0 is the serial engine
+    turn N   agree on the events of step N    announced L turns before, off the device's critical path
+             plan step N                      a pure function of agreed events and landed results
+             launch it                        after everything in flight, without a wait
+             land step N - D                  the only wait of a turn; D = 0 is the serial engine
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from time import perf_counter_ns
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from parallel.control.interface import ControlPlane
 from runtime.config import EngineConfig
@@ -29,8 +30,8 @@ from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.validation import check_quantum, check_request_ids, checked_request, checked_session, checked_turn
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
-from runtime.observe.observer import StepObserver
-from runtime.plan_late import NeverLate, PlanLate
+from runtime.observe.observer import Flight, StepObserver
+from runtime.plan_late import PlanLate, PlanLateCounters
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.replicate.pending_events import open_pending_events
 from runtime.schedule.plan import (
@@ -53,6 +54,12 @@ from runtime.watchdog.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+# The phases of a turn at whose beginning the watchdog is given a new place; in "exchange" and "land" a rank waits.
+_PLACES = {"agree": "exchange", "plan": "plan", "wait": "land"}
+
+
+def _nothing() -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -67,7 +74,7 @@ class ServedModel:
     widest: SamplingVariant = EVERY_FEATURE
 
     def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
-        """Why this engine cannot draw so, and what to type; None where it can."""
+        """Why this engine cannot sample so, and what to type; None if it can."""
         wanted = SamplingVariant.covering([sampling])
         if self.widest.covers(wanted):
             return None
@@ -78,21 +85,15 @@ class ServedModel:
         )
 
 
-class _Flight(NamedTuple):
-    """``launched`` without ``planned``: for the sake of other groups. Neither: a void step."""
-
-    planned: StepPlan | None
-    launched: LaunchSpec | None
-
-
 class Engine:
-    """``add``, ``cancel``, ``step`` and ``stop`` are the leader's, ``follow`` is everybody else's: engine_protocol.py
-    says what they promise. Made by build.py. ``at_end`` is called once, when everything has landed and the
-    device is at rest; not after an error. ``release``, called behind it, gives all memory back; after an error, too,
-    where this rank is alone. ``thaw`` is called when the engine closes, after an error too, and may be
-    called more than once (gc_freeze.py). ``groups`` and ``router`` are there where several groups share experts: what
-    they launch together, and whose requests are whose. ``late``: whether the leader's turns may be put off, and for how
-    long.
+    """One rank's engine, made by build.py. The leader's front end calls ``add``, ``cancel``, ``step`` and ``stop``
+    (engine_protocol.py has their contracts); the other ranks call ``follow``.
+
+    ``at_end`` is called once, when everything has landed and the device is at rest; not after an error. ``release``
+    then frees all device memory; also after an error, if no other rank waits. ``thaw`` is called when the engine
+    closes, also after an error, and perhaps more than once (gc_freeze.py). ``groups`` and ``router``, with several
+    data-parallel groups: what they launch together, and which requests are whose. ``late``: how long the leader may
+    postpone a turn; None: not at all.
     """
 
     def __init__(
@@ -117,132 +118,140 @@ class Engine:
         self.executor = executor
         self.control = control
         self.observe = observe or StepObserver()
+        self.stopped = False  # takes no further turn
+        self._chain = scheduler.chain
+        self._depth = scheduler.config.limits.depth
+        self._in_flight: dict[int, Flight] = {}  # by step, oldest first
+        self.observe.in_flight = self._in_flight
+        self._phases = self.observe.phases
+        self._outbox = open_pending_events(config)
+        self._announced: deque[list[Event]] = deque()  # the leader's records that are not agreed yet, oldest first
         self._watchdog = watchdog
-        self._at_end = at_end
+        self._at_end = at_end or _nothing
         self._groups = groups
         self._router = router
-        self._thaw = thaw
-        self._release = release
-        self._thread: threading.Thread | None = None  # that takes turns, where it is another than the one that opened
-        self._late = late or NeverLate()
-        self._in_flight: deque[_Flight] = deque()
-        self._outbox = open_pending_events(config)
-        self._announced: deque[list[Event]] = deque()  # of the leader: records that are not agreed yet, oldest first
+        self._thaw = thaw or _nothing
+        self._late = late
+        self._late_counters = PlanLateCounters() if late is None else late.counters
+        self._release = release or _nothing
+        self._thread: threading.Thread | None = None  # takes the turns, if not the one that made the engine
         control.explain_with(scheduler.digest.recent)
 
     # ---- the loop ----
 
     def step(self) -> StepOutput:
-        """One turn. The output is what landed in it, and what its events ended; with several groups, a turn later."""
-        self._at("exchange")
-        observe, turn = self.observe, self.scheduler.step
-        self._late.begin()
-        observe.agree(turn)
-        ended = self._submit_agreed_events()
-        self._at("plan")
-        observe.plan()
-        plan = self.scheduler.plan()
-        observe.launch(plan, self.scheduler.counters.latest_break)
-        spec = self._resolve(plan)
-        if spec is not None:
-            observe.resolved(spec)
-            self.executor.launch(spec)
-        self._in_flight.append(_Flight(plan, spec))
-        if self._late.notes:
-            self._late.launched(None if spec is None else spec.shape, 0 if spec is None else spec.shape.tokens)
-        observe.launched()
-        landing = len(self._in_flight) > self.scheduler.config.limits.depth
-        launched = landing and self._in_flight[0].launched is not None
-        output = self._land() if landing else StepOutput(self.scheduler.step)
-        notices, closed = self.scheduler.take_notices()
-        if ended or closed or notices:
+        """One turn. Returns what landed in it, and what its events ended; with several groups, a turn later."""
+        scheduler, turn = self.scheduler, self._chain.step
+        flight = self._in_flight[turn] = Flight(turn, self._enter("agree"))
+        ended = self._submit_agreed_events(turn)
+        flight.agreed_at = self._enter("plan")
+        flight.plan = scheduler.plan()
+        flight.break_reason = scheduler.counters.latest_break
+        flight.planned_at = self._enter("resolve")
+        flight.launch = self._resolve(turn, flight.plan)
+        if flight.launch is not None:
+            self._enter("launch", flight.launch.shape.label)
+            self.executor.launch(flight.launch)
+        flight.launched_at = self._enter(None)
+        oldest = next(iter(self._in_flight.values()))
+        landing = len(self._in_flight) > self._depth
+        output = self._land(oldest) if landing else StepOutput(turn + 1)
+        if ended or scheduler.news:
+            notices, closed = scheduler.take_notices()
             output = output._replace(finished=ended + output.finished + closed, notices=notices)
-        return output if self._router is None else self._router.gather(turn, output, launched)
+        if self._late is not None:
+            shape = None if flight.launch is None else flight.launch.shape
+            landed_at = self.executor.landed_at if landing else None
+            self._late.took(flight.began_at / 1e9, flight.launched_at / 1e9, shape, landed_at)
+        if self._router is not None:
+            output = self._router.gather(turn, output, landing and oldest.launch is not None)
+        return output
 
-    def _at(self, place: str) -> None:
-        """Where the watchdog finds this rank: in "exchange" and "land" it waits for others."""
-        if self._watchdog is not None:
-            self._watchdog.step, self._watchdog.place = self.scheduler.step, place
-
-    def _submit_agreed_events(self) -> tuple[Finished, ...]:
+    def _submit_agreed_events(self, turn: int) -> tuple[Finished, ...]:
+        """Announce what callers asked for, and submit what all ranks have agreed on; returns the requests it ended."""
         payload = b""
-        if self._outbox:
+        if self._outbox.count:
             announced = self._outbox.portion()
             payload = encode_events(announced)
             self._announced.append(announced)
-        agreed = self.control.exchange(self.scheduler.step, self.scheduler.digest.value, payload)
-        events: Sequence[Event] = ()
-        if agreed:
-            events = decode_events(agreed, self._announced.popleft() if self._announced else None)
+        agreed = self.control.exchange(turn, self.scheduler.digest.value, payload)
+        if not agreed:
+            return ()
+        events: Sequence[Event] = decode_events(agreed, self._announced.popleft() if self._announced else None)
         if self._router is not None:
             events = self._router.mine(events)
-        ended: tuple[Finished, ...] = ()
-        for event in events:
-            ended += self.scheduler.submit(event)
-        return ended
+        return tuple(finished for event in events for finished in self.scheduler.submit(event))
 
-    def _resolve(self, plan: StepPlan | None) -> LaunchSpec | None:
-        """How this rank launches the step. Where groups share experts they agree on that first."""
+    def _resolve(self, turn: int, plan: StepPlan | None) -> LaunchSpec | None:
+        """How this rank launches the step. Groups that share experts agree on it first."""
         if self._groups is None:
             return None if plan is None else self.executor.resolve(plan)
-        step = self.scheduler.step - 1
         needs = self.executor.needs(plan)
         self._at("exchange")
-        agreed = self._groups.join(step, needs, self.scheduler.room_for_rows)
+        agreed = self._groups.join(turn, needs, self.scheduler.room_for_rows)
         self.scheduler.agreed_room(self._groups.room)
         self._at("plan")
-        return None if agreed is None else self.executor.resolve(plan, agreed, step=step)
+        return None if agreed is None else self.executor.resolve(plan, agreed, step=turn)
 
-    def _land(self) -> StepOutput:
-        flight = self._in_flight.popleft()
-        step = self.scheduler.step - 1 - len(self._in_flight)
-        self._at("land")
-        self.observe.wait(step)
-        result = None if flight.launched is None else self.executor.take(flight.launched)
-        self._late.landed(self.executor.landed_at)
-        self.observe.land(step)
-        output = self.scheduler.land(step, None if flight.planned is None else result)
-        self.observe.landed(step, self.scheduler.counters.ghost_rows)
+    def _land(self, flight: Flight) -> StepOutput:
+        """Wait for the oldest step in flight, and give its rows their tokens."""
+        ghosts_before = self.scheduler.counters.ghost_rows
+        flight.landing_at = self._enter("wait")
+        result = None if flight.launch is None else self.executor.take(flight.launch)
+        flight.taken_at = self._enter("land")
+        output = self.scheduler.land(flight.step, None if flight.plan is None else result)
+        flight.ghosts = self.scheduler.counters.ghost_rows - ghosts_before
+        flight.landed_at = self._enter(None)
+        self.observe.landed(flight)
+        del self._in_flight[flight.step]
         return output
 
+    def _enter(self, phase: str | None, label: str = "") -> int:
+        """A phase of the turn begins, or only ends (None), for the watchdog and a profiler; returns the time in ns."""
+        if phase in _PLACES:
+            self._at(_PLACES[phase])
+        if self._phases is not None:
+            self._phases.enter(f"{phase} {label}" if label else phase)
+        return perf_counter_ns()
+
+    def _at(self, place: str) -> None:
+        """Where the watchdog finds this rank."""
+        if self._watchdog is not None:
+            self._watchdog.step, self._watchdog.place = self._chain.step, place
+
     def follow(self) -> None:
-        """Run the leader's turns until it stops, then land what is in flight."""
+        """Take turns until the leader's ``stop`` is agreed, then land what is in flight."""
         while not self.control.stopped:
             self.step()
-        self._drain()
+        for flight in list(self._in_flight.values()):
+            self._land(flight)
+        self.stopped = True
 
     def stop(self) -> None:
         """Agree on the end: every rank takes the same last turn. Requests that have not ended are dropped."""
         self.control.stop()
-        while not self.control.stopped:
-            self.step()
-        self._drain()
+        self.follow()
 
     def slack(self) -> float:
-        """Seconds for which the leader may put off its next turn, to hear of requests that are in its plan then."""
-        return self._late.slack()
+        """Seconds for which the leader may postpone its next turn, so that requests that arrive meanwhile are in it."""
+        return 0.0 if self._late is None else self._late.slack()
 
     def wait(self, ready: Callable[[float], bool], timeout: float) -> None:
-        """Instead of a turn while there is nothing to run: the leader waits for its callers, the others for it."""
+        """Instead of a turn, if nothing runs: the leader waits for its callers, the other ranks wait for the leader."""
         self.control.wait_for_events(ready, timeout)
-
-    def _drain(self) -> None:
-        while self._in_flight:
-            self._land()
 
     def close(self) -> None:
         """Release the device, its threads and the control plane; write the timeline. Idempotent."""
         try:
             self.executor.close()
-            at_end, self._at_end = self._at_end, None
-            if at_end is not None:
-                at_end()
-            self._give_memory_back()
+            at_end, self._at_end = self._at_end, _nothing
+            at_end()
+            self._free_memory()
         finally:
-            self._release_heap()
+            self._thaw()
             if self._watchdog is not None:
                 self._watchdog.stop()
-            self.control.close()
+            self._leave_control()
             self.observe.close()
 
     def __enter__(self) -> Self:
@@ -251,46 +260,39 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """After an error the other ranks are told at once, and nothing is waited for: a collective may never end.
+        """After an error, tell the other ranks at once and wait for nothing: a collective may never end.
 
-        With a watchdog this does not return: every rank writes its bundle and leaves.
+        With a watchdog this does not return: every rank writes its bundle, and its process ends.
         """
         if error is None:
             self.close()
             return
         if self._watchdog is not None:
             self._watchdog.ignore_signals()  # first: a long traceback takes milliseconds
-        self._release_heap()
+        self._thaw()
         self.observe.close(wait_s=0.0)
         if self._watchdog is not None:
             log.error("the engine of rank %d ends", self.control.rank, exc_info=error)
             self._watchdog.fail(error)
         self.control.abort(f"{type(error).__name__}: {error}")
-        self.control.close()
-        if self._watchdog is None and not self._turned_elsewhere():
-            self._end_alone()
+        self._leave_control()
+        if self._watchdog is None and not self._in_another_thread():
+            with suppress(Exception):  # the error itself says more; a notebook may need the memory for another engine
+                self.executor.close()
+                self._free_memory()
 
-    def _end_alone(self) -> None:
-        """After an error, with no other rank that a collective could wait for: a variable of a notebook may keep this
-        engine, and the next one needs its memory.
-        """
-        with suppress(Exception):  # what the device has to say was said, or is worth less than the error itself
-            self.executor.close()
-            self._give_memory_back()
-
-    def _turned_elsewhere(self) -> bool:
-        """Whether another thread may be in the middle of a step: it needs the memory."""
+    def _in_another_thread(self) -> bool:
+        """Whether another thread may be in a turn, and use the memory."""
         thread = self._thread
         return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
-    def _give_memory_back(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+    def _leave_control(self) -> None:
+        self.control.close()
+        self.stopped = True
 
-    def _release_heap(self) -> None:
-        if self._thaw is not None:
-            self._thaw()
+    def _free_memory(self) -> None:
+        release, self._release = self._release, _nothing
+        release()
 
     # ---- what the leader's front end calls ----
 
@@ -299,34 +301,29 @@ class Engine:
         return self.control.rank == 0
 
     @property
-    def stopped(self) -> bool:
-        """The agreed end is in effect: it takes no further turn, and no other client."""
-        return self.control.stopped
-
-    @property
     def has_work(self) -> bool:
-        """Whether taking a turn can change anything (leader)."""
+        """Whether a turn can change anything (leader)."""
         scheduler = self.scheduler
         running = scheduler.unfinished - scheduler.parked
-        if self._outbox or self.control.pending or running or scheduler.chain.real:
+        if self._outbox.count or self.control.pending or running or self._chain.real:
             return True
         if self._router is None:
             return False
-        return self._router.outstanding or any(flight.launched is not None for flight in self._in_flight)
+        return self._router.outstanding or any(flight.launch is not None for flight in self._in_flight.values())
 
     def add(self, request: Request) -> None:
-        """Have a request announced, max_tokens cut to what fits behind its prompt.
+        """Announce a request, its max_tokens cut to what fits after the prompt.
 
-        Raises RequestError, before any rank hears of it, for one that cannot be served as it stands (validation.py);
-        what the scheduler refuses (a full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
+        Raises RequestError at once if it cannot be served as it stands (validation.py). What the scheduler refuses (a
+        full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
         """
         self._outbox.put(Admit(checked_request(request, self.model_config)))
 
     def start(self, request: Request, quantum: int, *, keep: bool = False) -> None:
-        """Have a session announced: it generates ``quantum`` tokens, then waits for ``proceed`` or ``extend``.
+        """Announce a session: it generates ``quantum`` tokens, then waits for ``proceed`` or ``extend``.
 
-        ``keep``: also when its answer is complete. ``StepOutput.notices`` say when it waits, and why something that was
-        said to it changed nothing; ``cancel`` closes it. Raises RequestError as ``add`` does.
+        ``keep``: it also waits when its answer is complete. ``StepOutput.notices`` say when it waits, and why a verb
+        changed nothing; ``cancel`` closes it. Raises RequestError as ``add`` does.
         """
         self._outbox.put(Admit(checked_session(request, quantum, self.model_config), quantum, keep))
 
@@ -337,27 +334,27 @@ class Engine:
         self._outbox.put(Continue(request_id, epoch, tokens))
 
     def extend(self, request_id: int, epoch: int, token_ids: Sequence[int], max_tokens: int, quantum: int) -> None:
-        """Say ``token_ids`` to a parked session, and let it begin to answer. Raises RequestError for a bad value."""
+        """A parked session gets ``token_ids`` and begins to answer them. Raises RequestError for a bad value."""
         check_request_ids(request_id)
         said = checked_turn(token_ids, max_tokens, quantum, self.model_config)
         self._outbox.put(Extend(request_id, epoch, said, max_tokens, quantum))
 
     def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
-        """A new parked session that knows what the parked session ``parent`` knows.
+        """A new parked session with all tokens of the parked session ``parent``.
 
-        ``scored``: with log-probabilities of its tokens, even where its parent does without. Raises RequestError for
-        what cannot be an id.
+        ``scored``: with log-probabilities of its tokens, even if its parent has none. Raises RequestError for what
+        cannot be an id.
         """
         check_request_ids(request_id, parent)
         self._outbox.put(Branch(request_id, parent, scored))
 
     def bind_thread(self) -> None:
-        """Called first by a thread other than the one that made the engine, before it takes turns: one thread does."""
+        """Called once by the thread that takes all turns, if it did not make the engine."""
         self._thread = threading.current_thread()
         self.executor.device.bind_thread()
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; late by the horizon and by what is in flight. Unknown and ended ids are ignored.
+        """End a request, after the horizon and the steps in flight. Unknown and ended ids are ignored.
 
         Raises RequestError for what cannot be an id, as ``pause`` and ``resume`` do.
         """
@@ -365,7 +362,7 @@ class Engine:
         self._outbox.put(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
-        """Stop running a request for now; it keeps what it holds unless memory is short."""
+        """Leave a request out of the plans for now; it keeps its blocks unless memory is short."""
         check_request_ids(request_id)
         self._outbox.put(Pause(request_id))
 
@@ -375,29 +372,29 @@ class Engine:
         self._outbox.put(Resume(request_id))
 
     def reset_prefix_cache(self) -> None:
-        """Requests that are added from now on find no KV, and no recurrent state, that was computed before."""
+        """Later requests find no KV and no recurrent state that was computed before."""
         self._outbox.put(ResetPrefixCache())
 
     @property
     def agreements(self) -> tuple[tuple[int, ...], float]:
-        """Turns by how long their events took to be agreed, in the buckets of AGREEMENT_BOUNDS; and their seconds."""
+        """Landed steps by how long their events took to be agreed, in the buckets of AGREEMENT_BOUNDS; the seconds."""
         return tuple(self.observe.agreements), self.observe.agreement_ns / 1e9
 
     @property
     def occupancy(self) -> Occupancy:
-        """How full this rank's group is after the latest turn. A block that only a cached prefix needs is not used."""
+        """How full this rank's group is after the latest turn. Blocks that only cached prefixes hold are not in use."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         waiting, idle = scheduler.waiting, scheduler.waiting + scheduler.parked
         return Occupancy(scheduler.unfinished - idle, waiting, pool.count - pool.free_count, pool.count)
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
-        """Ranks of which the watchdog has heard nothing for longer; none in a world of one. From any thread."""
+        """Ranks that the watchdog has received nothing from for longer; none in a world of one. From any thread."""
         return () if self._watchdog is None else self._watchdog.silent_ranks(seconds)
 
     def tell_verdict(self, hear: Callable[[str], object]) -> bool:
-        """Have ``hear`` called with the reason when the watchdog ends the job, before the process leaves.
+        """Call ``hear`` with the reason when the watchdog ends the job, before the process ends.
 
-        False without a watchdog: nobody will call it. With one it is called whatever an engine's block raises.
+        Returns False without a watchdog: ``hear`` is never called. With one it is, whatever the engine's block raises.
         """
         if self._watchdog is None:
             return False
@@ -407,4 +404,4 @@ class Engine:
     @property
     def counters(self) -> Mapping[str, int | float]:
         """Everything counted so far, by name; a labelled counter is ``name{label}``."""
-        return engine_counters(self.scheduler, self.executor, self._router, self._late.counters)
+        return engine_counters(self.scheduler, self.executor, self._router, self._late_counters)

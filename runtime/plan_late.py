@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MARGIN_S = 0.3e-3  # at least; more by what turns take
 MARGIN_SHARE = 1.5  # of the longest turn lately
@@ -41,36 +41,35 @@ class PlanLateCounters:
     plan_late_idle_us: int = 0
 
 
-class _Launched(NamedTuple):
-    """A step in flight: what it is like, and when its launch returned. ``waited``: its turn was put off."""
+class Shape(Hashable, Protocol):
+    """Equal for steps that take about equally long. ``tokens``: of the forward pass."""
 
-    shape: Hashable
-    tokens: int
+    @property
+    def tokens(self) -> int: ...
+
+
+class _Launched(NamedTuple):
+    """A step in flight, and when its launch returned. ``waited``: its turn was put off."""
+
+    shape: Shape
     at: float
     waited: bool
 
 
 class PlanLate:
-    """One an engine; its thread's. All times are of ``clock``, in seconds. ``depth``: D, steps that stay queued.
-
-    ``notes``: whether it is to be told of launches.
-    """
-
-    notes = True
+    """One an engine; its thread's. All times are of ``clock``, in seconds. ``depth``: D, steps that stay queued."""
 
     def __init__(self, depth: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.counters = PlanLateCounters()
         self._depth = depth
         self._clock = clock
         self._flights: deque[_Launched | None] = deque()  # None: a void step
-        self._durations: dict[Hashable, deque[float]] = {}
-        self._tokens: dict[Hashable, int] = {}
+        self._durations: dict[Shape, deque[float]] = {}
         self._ended_at = 0.0  # when the device was done with the step that landed last
         self._longest = 0.0  # turn, slowly forgotten
         self._extra = 0.0  # margin that late turns asked for
-        self._asked_at = 0.0  # the first ``slack`` of this turn that was positive; 0.0: none was
+        self._asked_at = 0.0  # the first ``slack`` since the latest turn that was positive; 0.0: none was
         self._until = 0.0
-        self._began_at = 0.0
 
     @property
     def margin(self) -> float:
@@ -104,61 +103,33 @@ class PlanLate:
         smaller = [
             min(times)
             for shape, times in self._durations.items()
-            if len(times) >= _ENOUGH and self._tokens[shape] <= flight.tokens
+            if len(times) >= _ENOUGH and shape.tokens <= flight.shape.tokens
         ]
         return min(smaller, default=0.0)
 
-    # ---- the engine's marks ----
-
-    def begin(self) -> None:
-        """A turn begins."""
-        now = self._clock()
-        self._began_at = now
-        if self._asked_at:
-            self._began_at = min(now, self._until)  # being woken late is a part of what a turn takes
+    def took(self, began: float, launched: float, shape: Shape | None, landed: float | None) -> None:
+        """A turn is over: when it ``began``, when it had ``launched`` a step of ``shape`` (None: no step), and when the
+        oldest step in flight had ended, if it ``landed``.
+        """
+        waited, self._asked_at = self._asked_at, 0.0
+        if waited:
+            began = min(began, self._until)  # being woken late is a part of what a turn takes
             self.counters.plan_late_waits += 1
-            self.counters.plan_late_us += round(1e6 * (self._began_at - self._asked_at))
-
-    def launched(self, shape: Hashable | None, tokens: int = 0) -> None:
-        """The turn's step, of so many ``tokens``, is on the device. ``shape``: what steps that take equally long have
-        in common; None where there is no step."""
-        now, waited = self._clock(), bool(self._asked_at)
-        self._asked_at = 0.0
-        took = min(now - self._began_at, MOST_MARGIN_S)  # a late capture takes a second
+            self.counters.plan_late_us += round(1e6 * (began - waited))
+        took = min(launched - began, MOST_MARGIN_S)  # a late capture takes a second
         self._longest = max(took, FORGET * self._longest)
         self._extra *= FORGET
-        self._flights.append(None if shape is None else _Launched(shape, tokens, now, waited))
+        self._flights.append(None if shape is None else _Launched(shape, launched, bool(waited)))
+        if landed is not None and (oldest := self._flights.popleft()) is not None:
+            self._landed(oldest, landed)
 
-    def landed(self, at: float) -> None:
-        """The oldest step in flight was done at ``at``."""
-        flight = self._flights.popleft()
-        if flight is None:
-            return
+    def _landed(self, flight: _Launched, at: float) -> None:
+        """The device was done with it."""
         began = max(self._ended_at, flight.at)
         idle = flight.at - self._ended_at
         if flight.waited and idle > 0:
             self.counters.plan_late_misses += 1
             self.counters.plan_late_idle_us += round(1e6 * idle)
             self._extra = min(MOST_MARGIN_S, 2 * self._extra + idle)
-        samples = self._durations.get(flight.shape)
-        if samples is None:
-            samples = self._durations[flight.shape] = deque(maxlen=_SAMPLES)
-            self._tokens[flight.shape] = flight.tokens
-        samples.append(at - began)
+        self._durations.setdefault(flight.shape, deque(maxlen=_SAMPLES)).append(at - began)
         self._ended_at = at
-
-
-class NeverLate(PlanLate):
-    """Where no turn is put off: nothing is noted, either."""
-
-    notes = False
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def slack(self) -> float:
-        return 0.0
-
-    def begin(self) -> None: ...
-    def launched(self, shape: Hashable | None, tokens: int = 0) -> None: ...
-    def landed(self, at: float) -> None: ...

@@ -45,7 +45,7 @@ class BatchRun:
         self.summary = Summary()
         self.shown: dict[LineId, list[RequestOutput]] = {}
         self._client = client
-        self._source = source
+        self._source: ReadAhead[Arrival] | None = source  # None: all lines are read
         self._results = results
         self._interrupts = interrupts
         self._drain_seconds = drain_seconds
@@ -54,39 +54,50 @@ class BatchRun:
             Hashable, tuple[PreparedRequest, dict[Hashable, RequestOutput]]
         ] = {}  # by key, a prompt each
         self._held: Arrival | None = None  # read, but there is no room for it yet
+        self._progress: Progress | None = None
 
     def run(self, progress: Progress | None = None) -> None:
         """Until every line has its row or, after a signal, what had begun does."""
+        self._progress = progress
         while self._more():
-            self._results.check()
             self._feed()
             self._advance()
-            if progress is not None:
-                progress.show(self.summary)
         if self._interrupts.signal is not None:
             self._drain()
         self.summary.stop_clock()
         self._client.close()
 
     def _advance(self) -> None:
-        """One step of the engine, and what follows from it."""
-        for output in self._client.turn().finished:
+        """One turn of the engine, and what follows from it."""
+        finished = self._client.turn().finished
+        for output in finished:
             self._finish(output)
+        if finished and self._progress is not None:
+            self._progress.show(self.summary)
 
     def _more(self) -> bool:
         if self._interrupts.signal is not None:
             return False
-        if not self._client.live and self._held is None:
+        if not self._running and self._held is None:
             self._client.wait(self._arrived, _IDLE_SECONDS)
-        return bool(self._client.live) or self._held is not None or not self._source.exhausted
+        return bool(self._running) or self._held is not None or self._source is not None
 
     def _arrived(self, timeout: float) -> bool:
-        self._held = self._source.take(timeout=timeout)
-        return self._held is not None or self._source.exhausted
+        self._held = self._take(timeout)
+        return self._held is not None or self._source is None
+
+    def _take(self, timeout: float = 0.0) -> Arrival | None:
+        """The next line, if one is read within ``timeout`` seconds."""
+        if self._source is None:
+            return None
+        arrival = self._source.take(timeout)
+        if self._source.exhausted:
+            self._source = None
+        return arrival
 
     def _feed(self) -> None:
         """Hand requests over while there is room; bad lines on the way get their rows."""
-        while (arrival := self._held or self._source.take()) is not None:
+        while (arrival := self._held or self._take()) is not None:
             self._held = None
             read_at, item = arrival
             if isinstance(item, BadLine):
@@ -146,7 +157,7 @@ class BatchRun:
         self.summary.unfinished += len({prepared.id for prepared, _ in self._running.values()})
 
     def _step_until(self, deadline: float, *, even_in_a_hurry: bool = False) -> None:
-        while self._client.live and time.monotonic() < deadline:
+        while self._running and time.monotonic() < deadline:
             if self._interrupts.hurry and not even_in_a_hurry:
                 return
             self._advance()

@@ -92,12 +92,6 @@ class Changes(Generic[A]):
 _CHANGES = tuple(field.name for field in fields(Changes))
 
 
-def changes_nothing(plan: StepPlan, mapped: tuple[int, ...] | None) -> bool:
-    """Whether there is nothing to pack, as in most decode steps. ``mapped``: as ``pack`` has it."""
-    tables_change = plan.slot_writes or plan.slot_updates or plan.block_writes or plan.copies
-    return mapped is plan.slots and plan.kind is StepKind.DECODE and not tables_change
-
-
 def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> Changes[_Array]:
     """Everything the step changes. ``mapped``: the slots that its row map holds already, told by identity.
 

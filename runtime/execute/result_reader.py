@@ -163,7 +163,9 @@ class ResultReader:
         copy = self._copies.get(key) or self._copy_of(*key)
         self._reserved += 1
         self._array_EX[index, 0] = NO_APPEND
-        scores = self._prompt_scores.claim(spec.plan, index) if self._prompt_scores is not None else None
+        scores = None
+        if spec.plan.chunks and self._prompt_scores is not None:
+            scores = self._prompt_scores.claim(spec.plan, index)
         return Ticket(spec, sequence, index, *self._events[index], *copy, scores)
 
     def _check_free(self, step: int) -> None:

@@ -28,11 +28,11 @@ from torch import Tensor
 from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.packing import Changes, changes_nothing, kept_states, pack
+from runtime.execute.packing import Changes, kept_states, pack
 from runtime.execute.sampling.logit_edits import LogitEdits
 from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
 from runtime.execute.slot_state import SlotTables
-from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK
+from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK, StepKind
 
 MakePlan = Callable[[LaunchSpec], npt.NDArray[np.int32] | None]
 
@@ -228,10 +228,11 @@ class Staging:
         """
         if self._unapplied is not None:
             raise RuntimeError(f"step {spec.plan.step} is staged, but step {self._unapplied} was not applied")
-        row_map = spec.role, spec.shape.rows
+        plan, row_map = spec.plan, (spec.role, spec.shape.rows)
         mapped = self._mapped.get(row_map)
-        if changes_nothing(spec.plan, mapped):
-            return None
+        tables_change = plan.slot_writes or plan.slot_updates or plan.block_writes or plan.copies
+        if mapped is plan.slots and plan.kind is StepKind.DECODE and not tables_change:
+            return None  # as in most decode steps
         packed = pack(spec, self._tables, mapped, self.max_rows)
         self._check_room(spec.plan.step, packed)
         if spec.role in self._attention_plans:

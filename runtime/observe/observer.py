@@ -1,37 +1,93 @@
-"""The observer: where the engine is, how long it took, and what the device says of it, joined by step number.
+"""The observer: what was measured of the latest steps, by host and device, joined by step number.
 
-Knows: the order of the engine's marks, the ring of recent records. Does not know: how to wait for anything: host times
-are read where the engine passes by, device times come from the landing worker with the result.
-
-    turn N       agree(N) ... plan() ... launch(plan, why) ... resolved(spec) ... launched()
-                 wait(N - D) ... land(N - D) ... landed(N - D, ghosts so far)
-
-Each mark ends the phase before it. All of a step's marks together cost about a microsecond.
+Knows: a step's marks, the ring of recent records, the timeline. Does not know: when a mark is set (the engine notes its
+times in a ``Flight`` and hands it over once, landed), how to wait for anything: device times come from the landing
+worker with the result.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter_ns
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
-from runtime.observe.ranges import Ranges
-from runtime.observe.step_record import AGREEMENT_BOUNDS, VOID, StepRecord
+from runtime.observe.ranges import Phases, Ranges
+from runtime.observe.step_record import AGREEMENT_BOUNDS, StepRecord
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepPlan
 
 _AGREEMENT_NS = tuple(round(bound * 1e9) for bound in AGREEMENT_BOUNDS)
-RECENT = 256  # more than can ever be in flight (chain_depth is at most 64), and than a watchdog's bundle shows
+RECENT = 256  # more than a watchdog's bundle shows
 _ROLES = ("prefill", "decode", "mixed")  # by StepKind
 
 
-class StepObserver:
-    """One an engine; the marks are its thread's. ``timed``: the executor shall pass device times to ``on_timing``.
+@dataclass(slots=True)
+class Flight:
+    """One step as the engine marks it, from the beginning of its turn to the end of its landing.
 
-    ``agreements``: turns by how long their events took to be agreed with the other ranks and submitted, in the buckets
-    of AGREEMENT_BOUNDS and one beyond; ``agreement_ns`` the sum.
+    ``*_at``: by time.perf_counter_ns, 0 until then. In its turn: ``began``; ``agreed``: its events are submitted;
+    ``planned``; ``launched``. D turns later: ``landing``; ``taken``: its result is on the host; ``landed``.
+    ``plan`` None: nothing could run. ``launch`` without a plan: for other groups; neither: a void step.
+    ``break_reason``: why it is not chained, or void; None for a chained step. ``timing`` and ``read_at``: the device's
+    times, and when the landing worker had read the results.
+    """
+
+    step: int
+    began_at: int
+    agreed_at: int = 0
+    planned_at: int = 0
+    launched_at: int = 0
+    landing_at: int = 0
+    taken_at: int = 0
+    landed_at: int = 0
+    plan: StepPlan | None = None
+    launch: LaunchSpec | None = None
+    break_reason: str | None = None
+    ghosts: int = 0
+    timing: StepTiming | None = None
+    read_at: int = 0
+
+    def record(self) -> StepRecord:
+        """What is known of it now. Where groups share experts it may be wider than planned, or without a plan."""
+        found = StepRecord(
+            self.step,
+            self.began_at,
+            break_reason=self.break_reason,
+            ghosts=self.ghosts,
+            agree_ns=max(0, self.agreed_at - self.began_at),
+            plan_ns=max(0, self.planned_at - self.agreed_at),
+            launch_ns=max(0, self.launched_at - self.planned_at),
+            land_at_ns=self.landing_at,
+            wait_ns=max(0, self.taken_at - self.landing_at),
+            land_ns=max(0, self.landed_at - self.taken_at),
+        )
+        plan, launch, timing = self.plan, self.launch, self.timing
+        if plan is not None:
+            found.role, found.rows = _ROLES[plan.kind], len(plan.slots)
+        if launch is not None:
+            shape = launch.shape
+            found.bucket, found.width = shape.rows, shape.width
+            if launch.shared_bucket:
+                found.exchange_rows = shape.exchange
+            elif plan is not None:
+                found.role = shape.label
+        if timing is not None:
+            found.seen_at_ns, found.read_at_ns, found.gained = round(timing.seen_at * 1e9), self.read_at, timing.gained
+            found.device_started_ms, found.device_ended_ms = timing.started_ms, timing.ended_ms
+        return found
+
+
+class StepObserver:
+    """One an engine. ``timed``: the executor shall pass device times to ``on_timing``. ``phases``: a profiler's names
+    for the phases of a turn; None without ``ranges``.
+
+    ``in_flight``: the engine's, by step, oldest first. ``agreements``: landed steps by how long
+    their events took to be agreed with the other ranks and submitted, in the buckets of AGREEMENT_BOUNDS and one
+    beyond; ``agreement_ns`` the sum.
     """
 
     def __init__(
@@ -42,98 +98,35 @@ class StepObserver:
         on_timing: Callable[[StepTiming], None] | None = None,
     ) -> None:
         self.timed = timeline is not None or on_timing is not None
-        self._ranges = ranges
-        self._timeline = timeline
-        self._pass_on = on_timing
-        self._ring = [StepRecord(-1, 0)] * RECENT
-        self._turn = self._ring[0]
-        self._ghosts = 0
+        self.phases = None if ranges is None else Phases(ranges)
+        self.in_flight: dict[int, Flight] = {}
         self.agreements = [0] * (len(AGREEMENT_BOUNDS) + 1)
         self.agreement_ns = 0
+        self._timeline = timeline
+        self._pass_on = on_timing
+        self._landed: deque[StepRecord] = deque(maxlen=RECENT)
 
-    def recent(self) -> list[StepRecord]:
-        """The latest records, oldest first, with those in flight. From any thread; a step in flight goes on growing."""
-        return sorted((record for record in self._ring if record.step >= 0), key=lambda record: record.step)
-
-    # ---- the engine's marks ----
-
-    def agree(self, step: int) -> None:
-        """The turn of ``step`` begins: its events are agreed and submitted."""
-        self._turn = self._ring[step % RECENT] = StepRecord(step, perf_counter_ns())
-        if self._ranges is not None:
-            self._ranges.push("agree")
-
-    def plan(self) -> None:
-        turn = self._turn
-        turn.agree_ns = agreed = perf_counter_ns() - turn.began_at_ns
-        self.agreements[bisect_left(_AGREEMENT_NS, agreed)] += 1
-        self.agreement_ns += agreed
-        self._next("plan")
-
-    def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
-        """``break_reason``: why ``plan`` is not chained, or why there is none; None for a chained step."""
-        turn = self._turn
-        turn.plan_ns = perf_counter_ns() - turn.began_at_ns - turn.agree_ns
-        turn.break_reason = break_reason
-        if plan is not None:
-            turn.role = _ROLES[plan.kind]
-            turn.rows = len(plan.slots)
-        self._next("resolve")
-
-    def resolved(self, spec: LaunchSpec) -> None:
-        """How the step is launched; where groups share experts perhaps wider than planned, or without a plan."""
-        turn = self._turn
-        turn.bucket, turn.width = spec.shape.rows, spec.shape.width
-        label = spec.shape.label
-        self._next("launch", label)
-        if spec.shared_bucket:
-            turn.exchange_rows = spec.shape.exchange
-        elif turn.role != VOID:
-            turn.role = label
-
-    def launched(self) -> None:
-        turn = self._turn
-        turn.launch_ns = perf_counter_ns() - turn.began_at_ns - turn.agree_ns - turn.plan_ns
-        if self._ranges is not None:
-            self._ranges.pop()
-
-    def wait(self, step: int) -> None:
-        """``step`` is the next to land, as soon as the device is done with it."""
-        self._ring[step % RECENT].land_at_ns = perf_counter_ns()
-        if self._ranges is not None:
-            self._ranges.push("wait")
-
-    def land(self, step: int) -> None:
-        record = self._ring[step % RECENT]
-        record.wait_ns = perf_counter_ns() - record.land_at_ns
-        self._next("land")
-
-    def landed(self, step: int, ghosts_so_far: int) -> None:
-        """``ghosts_so_far``: of all steps up to this one."""
-        record = self._ring[step % RECENT]
-        record.land_ns = perf_counter_ns() - record.land_at_ns - record.wait_ns
-        record.ghosts = ghosts_so_far - self._ghosts
-        self._ghosts = ghosts_so_far
-        if self._ranges is not None:
-            self._ranges.pop()
+    def landed(self, flight: Flight) -> None:
+        """Keep what was measured of it; the engine's one call a step."""
+        record = flight.record()
+        self._landed.append(record)
+        self.agreements[bisect_left(_AGREEMENT_NS, record.agree_ns)] += 1
+        self.agreement_ns += record.agree_ns
         if self._timeline is not None:
             self._timeline.add(record)
 
-    def _next(self, *phase: str) -> None:
-        if self._ranges is not None:
-            self._ranges.pop()
-            self._ranges.push(" ".join(phase))
-
-    # ---- the landing worker's ----
-
     def on_timing(self, timing: StepTiming) -> None:
-        """A step's device times, when the worker has read its results; before the engine can land it."""
-        record = self._ring[timing.step % RECENT]
-        record.seen_at_ns, record.read_at_ns = round(timing.seen_at * 1e9), perf_counter_ns()
-        record.gained = timing.gained
-        record.device_started_ms, record.device_ended_ms = timing.started_ms, timing.ended_ms
+        """A step's device times, when the landing worker has read its results; before the engine can land it."""
+        flight = self.in_flight[timing.step]
+        flight.timing, flight.read_at = timing, perf_counter_ns()
         if self._pass_on is not None:
             self._pass_on(timing)
+
+    def recent(self) -> list[StepRecord]:
+        """The latest records, oldest first, with those in flight as far as they are known. From any thread."""
+        flying = [flight.record() for flight in list(self.in_flight.values())]  # first: one may land meanwhile
+        by_step = {record.step: record for record in [*flying, *self._landed.copy()]}
+        return [by_step[step] for step in sorted(by_step)][-RECENT:]
 
     def close(self, wait_s: float = 30.0) -> None:
         """Write the timeline, where there is one; rank 0 waits up to ``wait_s`` for the others' parts. Idempotent."""

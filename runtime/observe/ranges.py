@@ -1,6 +1,6 @@
 """NVTX ranges: the phases of a step, named in a profiler's timeline.
 
-Knows: torch.cuda.nvtx, and when it is there. Does not know: which phases there are (observer.py, executor.py).
+Knows: torch.cuda.nvtx, and when it is there. Does not know: which phases there are (engine.py, executor.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ class NvtxRanges:
 
         self.push: Callable[[str], object] = nvtx.range_push
         self.pop: Callable[[], object] = nvtx.range_pop
+
+
+class Phases:
+    """Ranges that follow one another: each phase ends the one before it. None: no phase."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges, self._inside = ranges, False
+
+    def enter(self, name: str | None) -> None:
+        if self._inside:
+            self._ranges.pop()
+        if name is not None:
+            self._ranges.push(name)
+        self._inside = name is not None
 
 
 class _Range:

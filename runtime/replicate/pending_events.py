@@ -25,21 +25,20 @@ class PendingEvents:
     """Events in the order of ``put``, but that none waits behind arrivals of other requests.
 
     ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either. A portion ends before
-    the event that would pass MOST_BYTES, but never before its first.
+    the event that would pass MOST_BYTES, but never before its first. ``count``: events that wait.
     """
 
     def __init__(self, prompt_tokens: int, requests: int) -> None:
+        self.count = 0
         self._prompt_tokens = prompt_tokens
         self._requests = requests
         self._now: deque[Event] = deque()  # about requests that were announced
         self._later: deque[Event] = deque()  # arrivals, and what is about one of them
         self._arriving: set[int] = set()  # the ids of the answers of ``_later``'s arrivals
 
-    def __bool__(self) -> bool:
-        return bool(self._now or self._later)
-
     def put(self, event: Event) -> None:
         """To be announced soon."""
+        self.count += 1
         if isinstance(event, Admit):
             self._arriving.update(event.request.answer_ids)
             self._later.append(event)
@@ -69,6 +68,7 @@ class PendingEvents:
                 requests += event.request.sampling.n
             elif isinstance(event, Branch):
                 self._arriving.discard(event.request_id)
+        self.count -= len(events)
         return events
 
 

@@ -38,9 +38,12 @@ class BlockPool:
     hashed down, so two prompts can never collide. Prefix ids are given in order of publishing and never reused.
     A block is trusted once a token that was sampled over its contents has landed: before, it may hold NaN.
     ``snapshots``: of recurrent state after published blocks; a block that leaves the index loses its snapshot.
+    ``fenced``: the steps after which blocks return, shared with other fences.
     """
 
-    def __init__(self, count: int, block_size: int, snapshots: SnapshotPool | None = None) -> None:
+    def __init__(
+        self, count: int, block_size: int, snapshots: SnapshotPool | None = None, fenced: set[int] | None = None
+    ) -> None:
         self.count = count
         self.block_size = block_size
         self._snapshots = snapshots
@@ -49,7 +52,7 @@ class BlockPool:
         self.soon_free = 0  # blocks whose every reference waits for a fence
         self._free = list(range(count, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._fence: Fence[int] = Fence()
+        self._fence: Fence[int] = Fence(fenced)
         self._index: dict[tuple[int, bytes], int] = {}
         self._key: list[tuple[int, bytes] | None] = [None] * (count + 1)
         self._trusted = bytearray(count + 1)

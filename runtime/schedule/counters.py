@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from runtime.schedule.plan import StepKind
 from runtime.schedule.request import FinishReason
-
-if TYPE_CHECKING:
-    from runtime.schedule.chain import Chain
-    from runtime.schedule.plan import StepPlan
 
 
 def _no_request_finished() -> dict[str, int]:
@@ -106,7 +100,6 @@ class ScheduleCounters:
     spec_accepted_per_position: list[int] = field(default_factory=list)
     spec_compared_per_position: list[int] = field(default_factory=list)
     latest_break: str | None = None
-    _why_void: str = "start"
 
     def proposed(self, width: int, gains: Sequence[int], last_gains: Sequence[int] = ()) -> list[int]:
         """Rows of a verification step of ``width`` landed: each appended one more than its accepted draft tokens.
@@ -125,24 +118,3 @@ class ScheduleCounters:
             compared[position] += kept + gains.count(position + 1) - last_gains.count(position + 1)
             self.spec_num_accepted_tokens += kept
         return found
-
-    def planned(self, plan: StepPlan | None, chain: Chain, why_void: str) -> None:
-        """Count one planned step, before it joins the chain."""
-        if plan is None:
-            self.void_steps += 1
-            self._why_void = self.latest_break = why_void
-            return
-        if plan.kind is StepKind.DECODE:
-            self.decode_steps += 1
-        elif plan.kind is StepKind.MIXED:
-            self.mixed_steps += 1
-            self.mixed_prompt_tokens += plan.prefill_tokens
-        else:
-            self.prefill_steps += 1
-        self.prefill_tokens += plan.prefill_tokens
-        if chain.real:
-            self.chained_steps += 1
-            self.latest_break = None
-        else:
-            self.latest_break = reason = "serial" if chain.depth == 0 else self._why_void
-            self.chain_breaks[reason] = self.chain_breaks.get(reason, 0) + 1

@@ -11,13 +11,18 @@ T = TypeVar("T")
 
 
 class Fence(Generic[T]):
-    """Holds items by the step after whose landing they are free. Released in the order they were held."""
+    """Holds items by the step after whose landing they are free. Released in the order they were held.
 
-    def __init__(self) -> None:
+    ``closed``: every step that a fence holds something for; fences that open together share it.
+    """
+
+    def __init__(self, closed: set[int] | None = None) -> None:
         self._by_step: dict[int, list[T]] = {}
+        self._closed = set() if closed is None else closed
 
     def hold(self, step: int, item: T) -> None:
         """Keep ``item`` until ``step`` has landed."""
+        self._closed.add(step)
         self._by_step.setdefault(step, []).append(item)
 
     def landed(self, step: int) -> list[T]:

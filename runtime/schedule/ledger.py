@@ -32,7 +32,8 @@ class Ledger:
 
     ``chain`` holds the steps in flight, which fences wait for. ``digest`` and ``counters`` are the scheduler's: every
     part folds and counts its own decisions. ``decode_version`` changes whenever a request enters or leaves DECODE.
-    ``sessions``: sessions by id. ``notices``, ``closed``: session notifications since the last drain.
+    ``sessions``: sessions by id. ``news``: session notifications, and sessions that were closed for lack of room, since
+    the last drain. ``fenced``: the steps after whose landing something is released.
     ``evicted_sessions``: used up their token quota before their fence opened; not yet reported as parked.
     ``waiting_tokens``: known tokens of requests in WAITING, at most ``long_prompt`` each with mixed steps.
     ``asleep_for``: tokens that may be planned for every decode row before one of them reaches its ``wake_at``; 0 or
@@ -47,8 +48,9 @@ class Ledger:
         self.config, self.limits = config, config.limits
         keeps = config.snapshots if config.prefix_caching else None
         self.snapshots = None if keeps is None else SnapshotPool(keeps.count)
-        self.pool = BlockPool(config.blocks, config.limits.block_size, self.snapshots)
-        self.slots = SlotPool(config.limits.slots)
+        self.fenced: set[int] = set()
+        self.pool = BlockPool(config.blocks, config.limits.block_size, self.snapshots, self.fenced)
+        self.slots = SlotPool(config.limits.slots, self.fenced)
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.limits.depth)
         self.digest = RollingDigest()
@@ -66,8 +68,7 @@ class Ledger:
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
         self.sessions: dict[int, SequenceState] = {}
-        self.notices: list[Notice] = []
-        self.closed: list[Finished] = []
+        self.news: list[Notice | Finished] = []
         self.evicted_sessions: list[SequenceState] = []
         self.decode_version = 0
         self.waiting_tokens = 0
@@ -79,7 +80,7 @@ class Ledger:
         self.slot_updates: dict[int, SlotUpdate] = {}
         self.copies: dict[int, tuple[SlotCopy, SequenceState]] = {}
         self.saving: dict[int, int] = {}
-        self._evicting: Fence[SequenceState] = Fence()
+        self._evicting: Fence[SequenceState] = Fence(self.fenced)
         self._requeued = 0  # waiting requests that held a slot before
 
     # ---- the queue ----
@@ -259,13 +260,13 @@ class Ledger:
             self.queue.push(sequence)
 
     def landed(self, step: int) -> None:
-        """``step`` has landed, and its results were applied: open its fences."""
+        """``step`` has landed, and its results were applied: open its fences. To be called if it is ``fenced``."""
+        self.fenced.discard(step)
         for sequence in self._evicting.landed(step):
             if sequence.state is State.EVICTING:
                 self._requeue(sequence)
         self.pool.landed(step)
         self.slots.landed(step)
-        self.counters.fenced_blocks = self.pool.soon_free
 
     def unpin(self, sequence: SequenceState) -> None:
         """It does not start from its snapshot any more, or the plan being made restores it."""

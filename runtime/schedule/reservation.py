@@ -166,10 +166,10 @@ def evict(ledger: Ledger, sequence: SequenceState) -> None:
     ledger.give_up(sequence)
     if parked:
         ledger.counters.session_evictions += 1
-        ledger.notices.append(Evicted(sequence.request.request_id, sequence.landed_tokens))
+        ledger.news.append(Evicted(sequence.request.request_id, sequence.landed_tokens))
 
 
 def close(ledger: Ledger, parked: SequenceState, why: str) -> None:
     """End a parked session for want of room."""
     ledger.counters.session_closes += 1
-    ledger.closed.append(ledger.end(parked, FinishReason.CANCELLED, why))
+    ledger.news.append(ledger.end(parked, FinishReason.CANCELLED, why))

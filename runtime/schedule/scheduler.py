@@ -24,6 +24,7 @@ from runtime.schedule.plan import (
     Notice,
     Pause,
     ResetPrefixCache,
+    StepKind,
     StepOutput,
     StepPlan,
     StepResult,
@@ -52,6 +53,8 @@ class Scheduler:
         self.chain = self.ledger.chain
         self.digest = self.ledger.digest
         self.counters = self.ledger.counters
+        self.news = self.ledger.news  # for ``take_notices``
+        self._why_void = "start"  # of the latest void step
         self._rows_reported: tuple[SequenceState, ...] = ()  # of the latest plain output, and their request ids
         self._ids_reported: list[int] = []
         self._steady: SteadyRows | None = None  # of the latest landing, where the one before had the same rows
@@ -120,28 +123,43 @@ class Scheduler:
             self.digest.fold(self.step, "room", (room,))
 
     def take_notices(self) -> tuple[tuple[Notice, ...], tuple[Finished, ...]]:
-        """Session notifications since the last call, and sessions that were closed for lack of room."""
-        ledger = self.ledger
-        if not (ledger.notices or ledger.closed):
-            return (), ()
-        taken = tuple(ledger.notices), tuple(ledger.closed)
-        ledger.notices.clear()
-        ledger.closed.clear()
-        return taken
+        """Session notifications since the last call, and sessions that were closed for lack of room: all ``news``."""
+        closed = tuple([one for one in self.news if isinstance(one, Finished)])
+        notices = tuple([one for one in self.news if not isinstance(one, Finished)])
+        self.news.clear()
+        return notices, closed
 
     def plan(self) -> StepPlan | None:
         """The next step, or None for a void one (its number is used up and it is landed like the others)."""
-        planned = self.planner.plan()
-        if planned is None:
-            self.counters.planned(None, self.chain, self.planner.why_void())
-            self.chain.launch(Flight(self.chain.step, None, (), self.slots.version))
-            return None
-        plan, rows = planned
-        if plan.chunks:
+        plan, rows = self.planner.plan() or (None, ())
+        if plan is not None and plan.chunks:
             prefix.planned(self.ledger, plan, rows)
-        self.counters.planned(plan, self.chain, "")
-        self.chain.launch(Flight(plan.step, plan, rows, self.slots.version))
+        self._count(plan)
+        self.chain.launch(Flight(self.chain.step, plan, rows, self.slots.version))
         return plan
+
+    def _count(self, plan: StepPlan | None) -> None:
+        """Before the step joins the chain."""
+        counters, chain = self.counters, self.chain
+        if plan is None:
+            counters.void_steps += 1
+            self._why_void = counters.latest_break = self.planner.why_void()
+            return
+        if plan.kind is StepKind.DECODE:
+            counters.decode_steps += 1
+        else:
+            counters.prefill_tokens += plan.prefill_tokens
+            if plan.kind is StepKind.MIXED:
+                counters.mixed_steps += 1
+                counters.mixed_prompt_tokens += plan.prefill_tokens
+            else:
+                counters.prefill_steps += 1
+        if chain.real:
+            counters.chained_steps += 1
+            counters.latest_break = None
+        else:
+            counters.latest_break = reason = "serial" if chain.depth == 0 else self._why_void
+            counters.chain_breaks[reason] = counters.chain_breaks.get(reason, 0) + 1
 
     def land(self, step: int, result: StepResult | None) -> StepOutput:
         """Take the oldest step in flight off the chain and apply its result, which is None exactly for a void step."""
@@ -150,15 +168,16 @@ class Scheduler:
             output = self._apply(flight, flight.plan, result)
         else:
             output = StepOutput(step)
-        self.ledger.landed(step)
-        self.sessions.landed(step)
+        if step in self.ledger.fenced:
+            self.ledger.landed(step)
+            self.sessions.landed(step)
         return output
 
     # ---- landing ----
 
     def _apply(self, flight: Flight, plan: StepPlan, result: StepResult) -> StepOutput:
         """Give each live row its tokens, end those that are done, and drop the ghosts."""
-        width, tokens, counts, decode_rows = plan.width, result.tokens, result.counts, plan.decode_rows
+        width, tokens, counts = plan.width, result.tokens, result.counts
         wide = width > 1
         self.digest.fold(flight.step, "land", (*tokens, *(counts if wide else ()), *result.finish))
         ends = any(result.finish)
@@ -168,7 +187,7 @@ class Scheduler:
         all_continue = same_slots and not ends and all(counts)
         if all_continue and not wide:
             return self._apply_plain(flight, result)
-        self._steady = None
+        self._steady, decode_rows = None, plan.decode_rows
         if all_continue and decode_rows == len(flight.rows):
             return self._apply_windows(flight, width, result)
         rows: list[SequenceState | None] = list(flight.rows)

@@ -32,11 +32,11 @@ _OVER_BY = {FinishReason.NONE: "its quantum", FinishReason.STOP: "a stop", Finis
 
 
 class Sessions:
-    """Applies events and landed results to sessions; ``ledger`` holds them and their ``notices``."""
+    """Applies events and landed results to sessions; ``ledger`` holds them and their ``news``."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._parking: Fence[SequenceState] = Fence()
+        self._parking: Fence[SequenceState] = Fence(ledger.fenced)
         self._count = 0  # times that a session was parked or resumed
 
     # ---- events ----
@@ -50,7 +50,7 @@ class Sessions:
         ledger.digest.fold(ledger.chain.step, type(event).__name__, (event.request_id, about, why is None))
         if why is not None or sequence is None or sequence.session is None:
             ledger.counters.session_refusals += 1
-            ledger.notices.append(Refused(event.request_id, type(event).__name__, why or ""))
+            ledger.news.append(Refused(event.request_id, type(event).__name__, why or ""))
         elif isinstance(event, Continue):
             self._continue(sequence, sequence.session, event.tokens)
         elif isinstance(event, Extend):
@@ -198,4 +198,4 @@ class Sessions:
         answered = sequence.landed_tokens - len(sequence.request.prompt_token_ids)
         id_, over = sequence.request.request_id, session.over or FinishReason.NONE
         ledger.digest.fold(ledger.chain.step, "park", (id_, int(over), answered))
-        ledger.notices.append(Parked(id_, session.epoch, over, answered))
+        ledger.news.append(Parked(id_, session.epoch, over, answered))

@@ -12,15 +12,16 @@ from runtime.schedule.fence import Fence
 class SlotPool:
     """Slots 1..count. Ending a slot bumps its epoch at once; the slot itself is reused only past its fence.
 
-    ``version`` changes with every epoch, so that "did any row become a ghost?" is one comparison.
+    ``version`` changes with every epoch, so that "did any row become a ghost?" is one comparison. ``fenced``: the steps
+    after which slots return, shared with other fences.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, fenced: set[int] | None = None) -> None:
         self.count = count
         self.epochs = [0] * (count + 1)
         self.version = 0
         self._free = list(range(count, 0, -1))
-        self._fence: Fence[int] = Fence()
+        self._fence: Fence[int] = Fence(fenced)
 
     @property
     def free_count(self) -> int:

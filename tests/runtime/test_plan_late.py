@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 
 from runtime.plan_late import LEAST_WAIT_S, MARGIN_S, MARGIN_SHARE, PlanLate
 
 STEP, TURN = 10e-3, 0.4e-3
+
+
+class Shape(NamedTuple):
+    name: object
+    tokens: int = 8
 
 
 @dataclass
@@ -40,19 +46,19 @@ class Loop:
                 self.now += left / 2 if left > 1e-4 else left  # a front end asks again and again
                 waited += left
             self.waits.append(waited)
-            self.late.begin()
-            self.planned_at.append(self.now)
+            began = self.now
+            self.planned_at.append(began)
             self.now += self.turn_s(step)
             if step and self.now > device_free:
                 self.idle[step] = self.now - device_free
             device_free = max(self.now, device_free) + self.step_s(step)
             ends.append(device_free)
-            self.late.launched(self.shape_of(step), self.tokens_of(step))
+            launched, landed, name = self.now, None, self.shape_of(step)
             if step >= self.depth:
-                end = ends[step - self.depth]
-                self.now = max(self.now, end)
+                landed = ends[step - self.depth]
+                self.now = max(self.now, landed)
                 self.landed_at.append(self.now)
-                self.late.landed(end)
+            self.late.took(began, launched, None if name is None else Shape(name, self.tokens_of(step)), landed)
         return self
 
     def wait_of_arrival(self, at: float) -> float:
@@ -151,6 +157,5 @@ def test_a_wait_that_took_too_long_is_a_part_of_the_turn() -> None:
     assert left > 0
     loop.now += left + 1e-3
     assert loop.late.slack() == 0.0
-    loop.late.begin()
-    loop.late.launched("decode")
+    loop.late.took(loop.now, loop.now, Shape("decode"), None)
     assert loop.late.margin == pytest.approx(MARGIN_S + MARGIN_SHARE * 1e-3)

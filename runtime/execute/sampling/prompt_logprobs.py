@@ -119,8 +119,8 @@ class PromptLogprobRing:
         return 0 if self._sides_EX is None else self._sides_EX[0].nbytes
 
     def claim(self, plan: StepPlan, index: int) -> StepPromptLogprobs | None:
-        """Entry ``index`` for what ``plan`` scores; None when that is nothing."""
-        if not plan.chunks or not (tokens := plan.scored_tokens):
+        """Entry ``index`` for what the chunks of ``plan`` score; None when that is nothing."""
+        if not (tokens := plan.scored_tokens):
             return None
         if self._sides_EX is None:
             empty_EX = self._device.empty(*self._shape, dtype=torch.int32)

@@ -7,7 +7,6 @@ order: no block, slot or epoch is left over.
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepLogprobs
-from runtime.observe.observer import StepObserver
+from runtime.observe.observer import Flight, StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine import rig as rigs
@@ -82,26 +81,21 @@ class Life:
 
 
 class Launches(StepObserver):
-    """Keeps every plan, and how it was launched: as the value that was planned, which no copy replaces.
+    """Keeps every plan that landed, and how it was launched: as the value that was planned, which no copy replaces.
 
-    Ranks in threads (tensor_ranks.py) share one: between a rank's plan and its launch others have theirs.
+    Ranks in threads (tensor_ranks.py) share one.
     """
 
     def __init__(self, life: Life) -> None:
         super().__init__()
         self._life = life
-        self._of_rank = threading.local()
 
-    def launch(self, plan: StepPlan | None, break_reason: str | None) -> None:
-        self._life.plans.append(plan)
-        self._of_rank.planned = plan
-        super().launch(plan, break_reason)
-
-    def resolved(self, spec: LaunchSpec) -> None:
-        planned: StepPlan | None = self._of_rank.planned
-        assert planned is None or spec.plan is planned, "a group without a plan launches one without rows"
-        self._life.specs.append(spec)
-        super().resolved(spec)
+    def landed(self, flight: Flight) -> None:
+        self._life.plans.append(flight.plan)
+        if (launch := flight.launch) is not None:
+            assert flight.plan is None or flight.plan is launch.plan, "a group without a plan launches one without rows"
+            self._life.specs.append(launch)
+        super().landed(flight)
 
 
 class Slots:
@@ -115,7 +109,7 @@ class Slots:
     def check(self, engine: Engine) -> None:
         slots = engine.scheduler.slots
         free = set(slots._free)
-        in_flight = {slot for flight in engine._in_flight if flight.planned for slot in flight.planned.slots}
+        in_flight = {slot for flight in engine._in_flight.values() if flight.plan for slot in flight.plan.slots}
         held = {one.slot for one in engine.scheduler.ledger.sequences.values() if one.slot}
         assert not free & in_flight, "a slot is free while a step in flight may touch it"
         assert set(range(1, slots.count + 1)) == free | in_flight | held, "a slot is kept after its last step landed"

@@ -107,7 +107,7 @@ class PacedEngine(Engine):
             "chained_steps": counted.chained_steps,
             "ghost_rows": counted.ghost_rows,
             "prefix_hit_tokens": counted.prefix_hit_tokens,
-            **asdict(self._late.counters),
+            **asdict(self._late_counters),
             "device_gaps": paced.gaps,
             "device_idle_ms": paced.idle_ms,
             **{f"chain_breaks{{{why}}}": count for why, count in counted.chain_breaks.items()},

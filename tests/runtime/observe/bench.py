@@ -8,10 +8,11 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from time import perf_counter_ns
 
 from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.execute.result_reader import StepTiming
-from runtime.observe.observer import StepObserver
+from runtime.observe.observer import Flight, StepObserver
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepKind, StepPlan
 
@@ -26,14 +27,16 @@ def nanoseconds_a_step(observe: StepObserver) -> float:
     for _ in range(10):
         started = time.perf_counter_ns()
         for step in range(STEPS):
-            observe.agree(step)
-            observe.plan()
-            observe.launch(plan, None)
-            observe.resolved(spec)
-            observe.launched()
-            observe.wait(step)
-            observe.land(step)
-            observe.landed(step, 0)
+            flight = Flight(step, perf_counter_ns())
+            flight.agreed_at = perf_counter_ns()
+            flight.plan = plan
+            flight.planned_at = perf_counter_ns()
+            flight.launch = spec
+            flight.launched_at = perf_counter_ns()
+            flight.landing_at = perf_counter_ns()
+            flight.taken_at = perf_counter_ns()
+            flight.landed_at = perf_counter_ns()
+            observe.landed(flight)
         took.append(time.perf_counter_ns() - started)
     return min(took) / STEPS
 
@@ -43,6 +46,7 @@ def main() -> None:
         timed = StepObserver(timeline=Timeline(Path(folder) / "trace.json", 0, 1))
         print(f"marks of a step              {nanoseconds_a_step(StepObserver()):6.0f} ns")
         print(f"marks, kept for a timeline   {nanoseconds_a_step(timed):6.0f} ns")
+        timed.in_flight = {step: Flight(step, 0) for step in range(STEPS)}
         started = time.perf_counter_ns()
         for step in range(STEPS):
             timed.on_timing(StepTiming(step, 1.0, 2.0, 3.0, 256))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 
 from runtime.execute.launch_spec import LaunchSpec, StepShape
-from runtime.observe.observer import RECENT, StepObserver
+from runtime.observe.observer import RECENT, Flight, StepObserver
 from runtime.observe.step_record import StepLog, StepRecord
 from runtime.schedule.plan import StepKind, StepPlan
 
@@ -48,19 +49,20 @@ def test_a_record_that_changes_later_is_kept_as_it_was() -> None:
 
 
 def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
-    """An engine's marks, without an engine."""
+    """An engine's flights, without an engine: a mark each nanosecond."""
+    now = itertools.count(1)
     for step in range(steps + depth):
         if step < steps:
-            observe.agree(step)
-            observe.plan()
             plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
-            observe.launch(plan, None)
-            observe.resolved(LaunchSpec(plan, plan.kind, "decode", StepShape("decode", 4)))
-            observe.launched()
+            launch = LaunchSpec(plan, plan.kind, "decode", StepShape("decode", 4))
+            began, agreed, planned, launched = itertools.islice(now, 4)
+            observe.in_flight[step] = Flight(step, began, agreed, planned, launched, plan=plan, launch=launch)
         if step >= depth:
-            observe.wait(step - depth)
-            observe.land(step - depth)
-            observe.landed(step - depth, ghosts_so_far=step - depth)
+            flight = observe.in_flight[step - depth]
+            flight.landing_at, flight.taken_at, flight.landed_at = next(now), next(now), next(now)
+            flight.ghosts = 1
+            observe.landed(flight)
+            del observe.in_flight[flight.step]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -81,8 +83,8 @@ def test_a_step_in_flight_is_among_the_recent() -> None:
     """What a watchdog wants to see most: the step that does not land."""
     observe = StepObserver()
     take_turns(observe, 3, 0)
-    observe.agree(3)
-    observe.plan()
-    observe.launch(StepPlan(3, StepKind.PREFILL, (1,), (0,), 1), "start")
+    plan = StepPlan(3, StepKind.PREFILL, (1,), (0,), 1)
+    observe.in_flight[3] = Flight(3, 100, 110, plan=plan, break_reason="start")
     last = observe.recent()[-1]
     assert (last.step, last.role, last.break_reason, last.land_at_ns) == (3, "prefill", "start", 0)
+    assert (last.began_at_ns, last.agree_ns, last.plan_ns, last.launch_ns) == (100, 10, 0, 0)

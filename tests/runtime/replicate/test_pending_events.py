@@ -22,7 +22,7 @@ def arrival(request_id: int, length: int = 4) -> Admit:
 
 def drained(outbox: PendingEvents) -> list[list[Event]]:
     portions = []
-    while outbox:
+    while outbox.count:
         portions.append(outbox.portion())
     return portions
 
@@ -33,7 +33,7 @@ def test_a_portion_ends_with_the_arrival_that_reaches_its_prompt_tokens() -> Non
     for one in arrivals:
         outbox.put(one)
     assert drained(outbox) == [arrivals[:3], arrivals[3:4], arrivals[4:5], arrivals[5:]]
-    assert not outbox
+    assert outbox.count == 0
     assert outbox.portion() == []
 
 

@@ -84,7 +84,7 @@ def test_what_ends_with_steps_in_flight_returns_when_the_last_of_them_has_landed
     ledger.chain.land(step)
     ledger.landed(step)
     assert (ledger.pool.free_count, ledger.slots.free_count) == (8, 8)
-    assert ledger.counters.fenced_blocks == 0
+    assert ledger.pool.soon_free == 0
 
 
 def test_an_evicted_request_queues_again_when_its_last_step_has_landed() -> None:
