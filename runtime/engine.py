@@ -30,7 +30,7 @@ from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.validation import check_quantum, check_request_ids, checked_request, checked_session, checked_turn
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
-from runtime.observe.observer import Flight, StepObserver
+from runtime.observe.observer import InFlight, StepObserver
 from runtime.plan_late import PlanLate, PlanLateCounters
 from runtime.replicate.event_codec import decode_events, encode_events
 from runtime.replicate.pending_events import open_pending_events
@@ -120,10 +120,8 @@ class Engine:
         self.observe = observe or StepObserver()
         self.stopped = False  # takes no further turn
         self._chain = scheduler.chain
-        self._depth = scheduler.config.limits.depth
-        self._in_flight: dict[int, Flight] = {}  # by step, oldest first
+        self._in_flight: dict[int, InFlight] = {}  # by step, oldest first
         self.observe.in_flight = self._in_flight
-        self._phases = self.observe.phases
         self._outbox = open_pending_events(config)
         self._announced: deque[list[Event]] = deque()  # the leader's records that are not agreed yet, oldest first
         self._watchdog = watchdog
@@ -142,7 +140,7 @@ class Engine:
     def step(self) -> StepOutput:
         """One turn. Returns what landed in it, and what its events ended; with several groups, a turn later."""
         scheduler, turn = self.scheduler, self._chain.step
-        flight = self._in_flight[turn] = Flight(turn, self._enter("agree"))
+        flight = self._in_flight[turn] = InFlight(turn, self._enter("agree"))
         ended = self._submit_agreed_events(turn)
         flight.agreed_at = self._enter("plan")
         flight.plan = scheduler.plan()
@@ -154,7 +152,7 @@ class Engine:
             self.executor.launch(flight.launch)
         flight.launched_at = self._enter(None)
         oldest = next(iter(self._in_flight.values()))
-        landing = len(self._in_flight) > self._depth
+        landing = len(self._in_flight) > scheduler.config.limits.depth
         output = self._land(oldest) if landing else StepOutput(turn + 1)
         if ended or scheduler.news:
             notices, closed = scheduler.take_notices()
@@ -193,7 +191,7 @@ class Engine:
         self._at("plan")
         return None if agreed is None else self.executor.resolve(plan, agreed, step=turn)
 
-    def _land(self, flight: Flight) -> StepOutput:
+    def _land(self, flight: InFlight) -> StepOutput:
         """Wait for the oldest step in flight, and give its rows their tokens."""
         ghosts_before = self.scheduler.counters.ghost_rows
         flight.landing_at = self._enter("wait")
@@ -210,8 +208,8 @@ class Engine:
         """A phase of the turn begins, or only ends (None), for the watchdog and a profiler; returns the time in ns."""
         if phase in _PLACES:
             self._at(_PLACES[phase])
-        if self._phases is not None:
-            self._phases.enter(f"{phase} {label}" if label else phase)
+        if self.observe.phases is not None:
+            self.observe.phases.enter(f"{phase} {label}" if label else phase)
         return perf_counter_ns()
 
     def _at(self, place: str) -> None:
@@ -251,7 +249,8 @@ class Engine:
             self._thaw()
             if self._watchdog is not None:
                 self._watchdog.stop()
-            self._leave_control()
+            self.control.close()
+            self.stopped = True
             self.observe.close()
 
     def __enter__(self) -> Self:
@@ -275,20 +274,14 @@ class Engine:
             log.error("the engine of rank %d ends", self.control.rank, exc_info=error)
             self._watchdog.fail(error)
         self.control.abort(f"{type(error).__name__}: {error}")
-        self._leave_control()
-        if self._watchdog is None and not self._in_another_thread():
+        self.control.close()
+        self.stopped = True
+        thread = self._thread  # it may be in the middle of a turn, and use the memory
+        in_turn = thread is not None and thread is not threading.current_thread() and thread.is_alive()
+        if self._watchdog is None and not in_turn:
             with suppress(Exception):  # the error itself says more; a notebook may need the memory for another engine
                 self.executor.close()
                 self._free_memory()
-
-    def _in_another_thread(self) -> bool:
-        """Whether another thread may be in a turn, and use the memory."""
-        thread = self._thread
-        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
-
-    def _leave_control(self) -> None:
-        self.control.close()
-        self.stopped = True
 
     def _free_memory(self) -> None:
         release, self._release = self._release, _nothing

@@ -1,7 +1,7 @@
 """The observer: what was measured of the latest steps, by host and device, joined by step number.
 
 Knows: a step's marks, the ring of recent records, the timeline. Does not know: when a mark is set (the engine notes its
-times in a ``Flight`` and hands it over once, landed), how to wait for anything: device times come from the landing
+times in a ``InFlight`` and hands it over once, landed), how to wait for anything: device times come from the landing
 worker with the result.
 """
 
@@ -26,7 +26,7 @@ _ROLES = ("prefill", "decode", "mixed")  # by StepKind
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlight:
     """One step as the engine marks it, from the beginning of its turn to the end of its landing.
 
     ``*_at``: by time.perf_counter_ns, 0 until then. In its turn: ``began``; ``agreed``: its events are submitted;
@@ -99,14 +99,14 @@ class StepObserver:
     ) -> None:
         self.timed = timeline is not None or on_timing is not None
         self.phases = None if ranges is None else Phases(ranges)
-        self.in_flight: dict[int, Flight] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self.agreements = [0] * (len(AGREEMENT_BOUNDS) + 1)
         self.agreement_ns = 0
         self._timeline = timeline
         self._pass_on = on_timing
         self._landed: deque[StepRecord] = deque(maxlen=RECENT)
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, flight: InFlight) -> None:
         """Keep what was measured of it; the engine's one call a step."""
         record = flight.record()
         self._landed.append(record)

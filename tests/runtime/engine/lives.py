@@ -21,7 +21,7 @@ from torch import Tensor
 from runtime.engine import Engine
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepLogprobs
-from runtime.observe.observer import Flight, StepObserver
+from runtime.observe.observer import InFlight, StepObserver
 from runtime.schedule.plan import Finished, StepOutput, StepPlan
 from runtime.schedule.request import FinishReason, Request
 from tests.runtime.engine import rig as rigs
@@ -90,7 +90,7 @@ class Launches(StepObserver):
         super().__init__()
         self._life = life
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, flight: InFlight) -> None:
         self._life.plans.append(flight.plan)
         if (launch := flight.launch) is not None:
             assert flight.plan is None or flight.plan is launch.plan, "a group without a plan launches one without rows"

@@ -7,7 +7,7 @@ import pytest
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.staging import Staging, _Entry
-from runtime.observe.observer import Flight
+from runtime.observe.observer import InFlight
 from runtime.schedule.plan import Admit
 from tests.runtime.engine.rig import request, rig
 
@@ -49,6 +49,6 @@ def test_as_many_steps_are_launched_as_may_be_in_flight(
             landed[step] = tuple(result.tokens), None if scores is None else str(scores)
             scheduler.land(step, result)
         engine.control.turns = scheduler.step  # the engine was passed by, and goes on from here
-        engine._in_flight |= {step: Flight(step, 0) for step in range(scheduler.step - depth, scheduler.step)}
+        engine._in_flight |= {step: InFlight(step, 0) for step in range(scheduler.step - depth, scheduler.step)}
     for step, found in landed.items():  # prompts of equal length are equal, in a place of their own each
         assert found == landed[step % 7], f"step {step}"

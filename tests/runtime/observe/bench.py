@@ -12,7 +12,7 @@ from time import perf_counter_ns
 
 from runtime.execute.launch_spec import LaunchSpec, StepShape
 from runtime.execute.result_reader import StepTiming
-from runtime.observe.observer import Flight, StepObserver
+from runtime.observe.observer import InFlight, StepObserver
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepKind, StepPlan
 
@@ -27,7 +27,7 @@ def nanoseconds_a_step(observe: StepObserver) -> float:
     for _ in range(10):
         started = time.perf_counter_ns()
         for step in range(STEPS):
-            flight = Flight(step, perf_counter_ns())
+            flight = InFlight(step, perf_counter_ns())
             flight.agreed_at = perf_counter_ns()
             flight.plan = plan
             flight.planned_at = perf_counter_ns()
@@ -46,7 +46,7 @@ def main() -> None:
         timed = StepObserver(timeline=Timeline(Path(folder) / "trace.json", 0, 1))
         print(f"marks of a step              {nanoseconds_a_step(StepObserver()):6.0f} ns")
         print(f"marks, kept for a timeline   {nanoseconds_a_step(timed):6.0f} ns")
-        timed.in_flight = {step: Flight(step, 0) for step in range(STEPS)}
+        timed.in_flight = {step: InFlight(step, 0) for step in range(STEPS)}
         started = time.perf_counter_ns()
         for step in range(STEPS):
             timed.on_timing(StepTiming(step, 1.0, 2.0, 3.0, 256))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from runtime.execute.launch_spec import LaunchSpec, StepShape
-from runtime.observe.observer import RECENT, Flight, StepObserver
+from runtime.observe.observer import RECENT, InFlight, StepObserver
 from runtime.observe.step_record import StepLog, StepRecord
 from runtime.schedule.plan import StepKind, StepPlan
 
@@ -56,7 +56,7 @@ def take_turns(observe: StepObserver, steps: int, depth: int) -> None:
             plan = StepPlan(step, StepKind.DECODE, (1, 2, 3), (0, 0, 0), 1)
             launch = LaunchSpec(plan, plan.kind, "decode", StepShape("decode", 4))
             began, agreed, planned, launched = itertools.islice(now, 4)
-            observe.in_flight[step] = Flight(step, began, agreed, planned, launched, plan=plan, launch=launch)
+            observe.in_flight[step] = InFlight(step, began, agreed, planned, launched, plan=plan, launch=launch)
         if step >= depth:
             flight = observe.in_flight[step - depth]
             flight.landing_at, flight.taken_at, flight.landed_at = next(now), next(now), next(now)
@@ -84,7 +84,7 @@ def test_a_step_in_flight_is_among_the_recent() -> None:
     observe = StepObserver()
     take_turns(observe, 3, 0)
     plan = StepPlan(3, StepKind.PREFILL, (1,), (0,), 1)
-    observe.in_flight[3] = Flight(3, 100, 110, plan=plan, break_reason="start")
+    observe.in_flight[3] = InFlight(3, 100, 110, plan=plan, break_reason="start")
     last = observe.recent()[-1]
     assert (last.step, last.role, last.break_reason, last.land_at_ns) == (3, "prefill", "start", 0)
     assert (last.began_at_ns, last.agree_ns, last.plan_ns, last.launch_ns) == (100, 10, 0, 0)
