@@ -5,7 +5,7 @@ Knows: where each part keeps its counters. Does not know: readers of them.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from runtime.execute.executor import Executor
 from runtime.groups.request_router import RequestRouter
@@ -29,10 +29,7 @@ def engine_counters(
         "steps": schedule.prefill_steps + schedule.decode_steps + schedule.mixed_steps,
         **{name: getattr(schedule, name) for name in _SCHEDULED},
         "fenced_blocks": scheduler.pool.soon_free,
-        "plan_late_waits": late.plan_late_waits,
-        "plan_late_us": late.plan_late_us,
-        "plan_late_misses": late.plan_late_misses,
-        "plan_late_idle_us": late.plan_late_idle_us,
+        **asdict(late),
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": results.device_to_host_bytes,

@@ -22,16 +22,13 @@ def blocks_for(ledger: Ledger, tokens: int) -> int:
     return -(-tokens // ledger.limits.block_size)
 
 
-def most_kv(ledger: Ledger, max_length: int) -> int:
-    """KV entries that live rows can ever write. The newest token has none yet, so a live row starts at most at
-    position max_length - 2, and writes a window from there: W entries, or those of a draft tree.
-    """
-    return max_length - 2 + ledger.limits.window
-
-
 def most_blocks(ledger: Ledger, max_length: int) -> int:
-    """Blocks that a request of ``max_length`` tokens can ever need."""
-    return blocks_for(ledger, most_kv(ledger, max_length))
+    """Blocks that a request of ``max_length`` tokens can ever need.
+
+    The newest token has no KV yet, so a live row starts at most at position max_length - 2, and writes a window from
+    there: W entries, or those of a draft tree.
+    """
+    return blocks_for(ledger, max_length - 2 + ledger.limits.window)
 
 
 def kv_to_hold(ledger: Ledger, sequence: SequenceState) -> int:
@@ -41,7 +38,7 @@ def kv_to_hold(ledger: Ledger, sequence: SequenceState) -> int:
     and may be wider. With draft trees the last step writes more entries than W. An upper bound of both is
     ``max_model_len - 2 + limits.window`` entries.
     """
-    return min(sequence.landed_tokens + ledger.limits.tokens_ahead, most_kv(ledger, sequence.max_length))
+    return min(sequence.landed_tokens + ledger.limits.tokens_ahead, sequence.max_length - 2 + ledger.limits.window)
 
 
 def blocks_to_hold(ledger: Ledger, sequence: SequenceState) -> int:

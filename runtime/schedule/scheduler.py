@@ -79,11 +79,6 @@ class Scheduler:
         """Requests without a slot: those in the queue, and answers that are joining others."""
         return self.ledger.waiting + len(self.ledger.by_state[State.JOINING])
 
-    @property
-    def quiescent(self) -> bool:
-        """Nothing real in flight: if plan() just returned None too, only an event can change anything."""
-        return self.chain.real == 0
-
     def check(self) -> None:
         """Raise AccountingError unless all that requests hold is accounted for. For tests and debugging."""
         self.ledger.check()

@@ -156,7 +156,7 @@ class Driver:
             self.turn()
         else:
             raise AssertionError(f"{self.scheduler.unfinished} requests did not end in {ENOUGH_TURNS} steps")
-        while not self.scheduler.quiescent:
+        while self.scheduler.chain.real:
             self.turn()  # void, until the last ghosts have landed too
         assert self.scheduler.pool.free_count == self.config.blocks
         assert self.scheduler.slots.free_count == self.config.limits.slots

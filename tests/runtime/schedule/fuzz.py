@@ -378,7 +378,7 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         if (
             scheduler.step > last_event + LEAST_VOID
             and plan is None
-            and scheduler.quiescent
+            and not scheduler.chain.real
             and not scheduler.unfinished
         ):
             break

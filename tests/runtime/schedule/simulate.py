@@ -217,7 +217,7 @@ def simulate(
     in_flight: deque[tuple[StepResult | None, float]] = deque()
     now = 0.0
     while scheduler.unfinished or coming:
-        if not scheduler.unfinished and scheduler.quiescent:
+        if not scheduler.unfinished and not scheduler.chain.real:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
             came_at, i = coming.popleft()
