@@ -51,10 +51,11 @@ from models.ops.select import reference_ops
 from models.ops.table import INVARIANT, Row, TableOps
 from runtime.execute.proposer import Proposer
 from runtime.execute.sampling import prompt_logprobs
-from runtime.execute.step import commit, drafts, gather, packed_step, row_step, step_io_kernels, tail
+from runtime.execute.step import commit, drafts, gather, packed_pass, row_step, step_io_kernels, tail
 from runtime.execute.step.drafts import DraftTokens
 from runtime.execute.step.graphs import RowGraphs
 from runtime.execute.step.memory import StepParts
+from runtime.execute.step.packed_pass import PackedPass
 from runtime.execute.step.packed_step import PackedStep
 from runtime.execute.step.row_step import RowStep
 from runtime.execute.step.tail import Tail
@@ -102,10 +103,10 @@ PARTS: dict[str, tuple[Owner, str]] = {
     # copy_forked(spec): copies the blocks in whose middle prompts end, before the tail
     "prefill.copy_forked": (PackedStep, "copy_forked"),
     # attention_of_sampled(chunks, packed, longest) -> DecodeAttention of the last layer's sampled tokens alone; None
-    "prefill.last_attention": (PackedStep, "_attention_of_sampled"),
+    "prefill.last_attention": (PackedPass, "_attention_of_sampled"),
     # numbers: tokens from which a step is large; tokens a sample from which the last layer computes only those
-    "prefill.large_step": (packed_step, "LARGE_STEP"),
-    "prefill.tokens_a_draw": (packed_step, "_TOKENS_A_SAMPLE"),
+    "prefill.large_step": (packed_pass, "LARGE_STEP"),
+    "prefill.tokens_a_draw": (packed_pass, "_TOKENS_A_SAMPLE"),
     # replay(spec): of a captured step with chunks
     "prefill.replay": (PackedStep, "replay"),
     # rehearse(): the largest step over padding. try_variant(bucket, variant, exchange_rows): one of decode requests

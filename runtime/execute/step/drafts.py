@@ -1,7 +1,7 @@
 """Draft windows and trees of decode requests in steps with prefill chunks: speculative verification in mixed batches.
 
 Knows: how a window's tokens lie in such a step, and what its parts hand over. Does not know: which proposer there is,
-when decode requests of a mixed step speculate (runtime/schedule), the rest of the step (packed_step.py).
+when decode requests of a mixed step speculate (runtime/schedule), the rest of the step (packed_pass.py).
 
 Attention sees a window as a row of N tokens, W of a chain or all of a tree; only the device knows their positions.
 
@@ -37,7 +37,7 @@ from runtime.execute.staging import Chunks
 from runtime.execute.step.commit import Committed
 from runtime.execute.step.gather import Packed, Rows, gather_packed, gather_window
 from runtime.execute.step.memory import StepParts
-from runtime.execute.step.packed_step import DecodeTokens
+from runtime.execute.step.packed_pass import DecodeTokens
 from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import PADDING_SLOT
 

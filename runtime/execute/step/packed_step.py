@@ -1,7 +1,7 @@
-"""A step with prefill chunks: packed tokens of decode requests and chunks; every row that is due samples.
+"""A step with prefill chunks, captured in parts or launched kernel by kernel.
 
-Knows: what such a step computes, and what its captured parts hand over. Does not know: how prompts were cut, where
-draft tokens come from (drafts.py), other steps.
+Knows: which parts are captured, what they hand over, how such a step is measured, warmed up, tried and launched. Does
+not know: what a part computes (packed_pass.py), where draft tokens come from (drafts.py), other steps.
 
 Launched kernel by kernel, such a step costs the host tens of milliseconds, whatever its size: more than the device
 needs for a short prompt. So it is captured as two graphs, or three if decode requests have draft tokens:
@@ -21,97 +21,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, MixedAttention, PlanTable, PrefillAttention, StateRows, StepInputs
-from models.row_buckets import LARGE_STEP
+from models.inputs import PlanTable, PrefillAttention
 from runtime.execute.device.protocol import Graph
-from runtime.execute.launch_spec import GREEDY, MOST_PIECES, MOST_SPLIT_TOKENS, LaunchSpec
-from runtime.execute.proposer import Observed
+from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
-from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
-from runtime.execute.step.commit import Committed, ProposerFeed
-from runtime.execute.step.gather import Packed, Rows, gather_decode, gather_packed, pieces_of
 from runtime.execute.step.graphs import RowGraphs, capture
 from runtime.execute.step.memory import PassBuffers, StepParts, Trial
-from runtime.execute.step.tail import Tail
-from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK, StepKind, StepPlan
+from runtime.execute.step.packed_pass import DecodeTokens, Lengths, PackedPass
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 log = logging.getLogger(__name__)
-
-_TOKENS_A_SAMPLE = 8  # from so many on, the last layer's queries and attention are worth launches of their own
-
-
-class Lengths(NamedTuple):
-    """What the host knows of the rows of a packed step; all three as in PrefillAttention.
-
-    ``query`` and ``kv`` (tokens of KV up to the chunk's end) are 0 for decode requests, whose tokens come first, and
-    for forks, which come last and have none. All are 0 in a group that decodes while another has a chunk.
-    """
-
-    query: tuple[int, ...]
-    kv: tuple[int, ...]
-    first_token: int = 0
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> Self:
-        decoding, forks = (0,) * plan.decode_rows, (0,) * len(plan.forks)
-        query = tuple(len(chunk.token_ids) for chunk in plan.chunks)
-        known = tuple(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-        return cls(decoding + query + forks, decoding + known + forks, plan.decode_rows * plan.row_tokens)
-
-    def attention(self, page_table_RP: Tensor) -> PrefillAttention:
-        return PrefillAttention(page_table_RP, self.query, self.kv, first_token=self.first_token)
-
-
-class DecodeTokens:
-    """What decode requests bring to a packed step: one token each, without draft tokens."""
-
-    name = "prefill"  # of the step
-    width = 1  # W
-    tokens = 1  # of a row, that go through the model
-    proposes = False
-
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-
-    def propose(self, rows: int, variant: SamplingVariant) -> None:
-        """Propose draft tokens for the first ``rows`` rows of the step whose chunks are staged, of those that decode;
-        ``variant`` samples the step."""
-
-    def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
-        """What ``propose`` needs of the step's variant; steps with the same share a graph."""
-        return GREEDY
-
-    def gather(self, chunks: Chunks) -> Packed:
-        """All tokens of the step, those of decode requests from their slots."""
-        return gather_packed(self._parts.tables, chunks, self._parts.limits.block_size)
-
-    def tree(self, slots_B: Tensor) -> Tensor | None:
-        """DecodeAttention.tree_BQ of decode requests; of other rows anything."""
-        return None
-
-    def state_rows(self, chunks: Chunks, packed: Packed) -> StateRows:
-        """Whose state each row continues; the forward pass updates it with all tokens."""
-        return chunks.state_rows(packed.ghosts_R)
-
-    def sampled(self, chunks: Chunks) -> Tensor:
-        """int64 [X], row-major, ``tokens`` a row: the tokens in T after which a row may sample."""
-        return chunks.logit_rows_R
-
-    def finish(
-        self, tail: Tail, hidden_XN: Tensor, emitting_R: Tensor, variant: SamplingVariant
-    ) -> tuple[Rows, Committed]:
-        """A token for every row that is not the padding slot's."""
-        rows = gather_decode(self._parts.tables, emitting_R, self._parts.limits.block_size)
-        return rows, tail.finish(hidden_XN, rows, 1, variant)
 
 
 class PackedStep:
@@ -125,8 +52,7 @@ class PackedStep:
         self.decode = DecodeTokens(parts) if decode is None else decode
         self.name, self.width = self.decode.name, self.decode.width
         self._parts = parts
-        self._tail = Tail(parts.model, parts.tables, parts.ring)
-        self._feed = ProposerFeed(parts.proposer)
+        self.work = PackedPass(parts, self.decode)
         self._passes: dict[tuple[int, bool], Graph] = {}  # by tokens and split keys
         self._in_propose, self._in_forward, self._in_tail = map(parts.part_range, ("propose", "forward", "tail"))
 
@@ -186,9 +112,7 @@ class PackedStep:
         """None if nothing is captured."""
         if not any(tokens >= self.decode.tokens for tokens in self._parts.config.prefill_buckets):
             return None
-        tap = self._feed.tap
-        size = 0 if tap is None else len(tap.layers) * self._parts.model.config.hidden_size
-        buffers = self._parts.memory.passes(self._parts, size)
+        buffers = self._parts.memory.passes(self._parts, self.work.feature_size)
         if buffers is not None and (table := buffers.attention.table) is not None:
             self._parts.staging.bring_attention_plans(self.name, partial(_planned, table), table.place)
         return buffers
@@ -228,7 +152,7 @@ class PackedStep:
         if shape.proposing:
             self.decode.propose(shape.proposing, shape.variant)
         copied_2C = self._parts.staging.copied_blocks(spec)
-        self.prefill(chunks, lengths, shape.variant, scores, shape.exchange, copied_2C)
+        self.work.prefill(chunks, lengths, shape.variant, scores, shape.exchange, copied_2C)
 
     def copy_forked(self, spec: LaunchSpec) -> None:
         """Between forward pass and tail: the blocks in whose middle prompts end, for answers that fork.
@@ -258,128 +182,6 @@ class PackedStep:
             reason = f"{tokens} tokens{here}; the largest captured prefill has {largest}"
         self._parts.fallbacks.take(name, reason)
 
-    # ---- what a step computes ----
-
-    def prefill(
-        self,
-        chunks: Chunks,
-        lengths: Lengths,
-        variant: SamplingVariant,
-        scores: StepPromptLogprobs | None = None,
-        exchange: int = 0,
-        copied_2C: Tensor | None = None,
-    ) -> None:
-        """Forward and tail; a chunk that is not its prompt's last samples nothing.
-
-        ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None for none. ``copied_2C``: see
-        ``copy_forked``.
-        """
-        model = self._parts.model
-        attention = lengths.attention(self._parts.tables.gather_blocks(chunks.slots_R))
-        scored_2S = None if scores is None else chunks.scored_2S
-        every_token, mixed = scored_2S is not None, lengths.first_token > 0
-        hidden, features_XF = self._hidden(chunks, attention, exchange, mixed=mixed, every_token=every_token)
-        if scores is not None and scored_2S is not None:
-            scores.fill(hidden, scored_2S, lambda h_RN: model.gather_logits(model.logits(h_RN)))
-            hidden = hidden.index_select(0, chunks.logit_rows_R)
-        if copied_2C is not None and copied_2C.shape[1]:
-            self._parts.pool.copy_blocks(copied_2C)
-        self._finish(hidden, features_XF, chunks.emitting_R, variant)
-
-    def _hidden(
-        self,
-        chunks: Chunks,
-        attention: PrefillAttention,
-        exchange: int = 0,
-        *,
-        mixed: bool = False,
-        every_token: bool = False,
-        split_keys: bool = False,
-        captured: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The part of the step that depends on no row's sampling parameters: final hidden states of the X tokens after
-        which a row may sample, [X, N], or of every token [T, N]; and what the proposer reads of their layers, [X, F].
-
-        The proposer observes all tokens here whose successors are known.
-
-        ``attention`` is of the chunks; its page table has at least R rows. ``mixed``: some rows may decode; which ones
-        is read on the device. ``split_keys``: as in StepShape; then only the page table of ``attention`` is read.
-        ``captured``: in a graph, whose kernels are compiled before the first request comes.
-        """
-        size, decode, feed = self._parts.limits.block_size, self.decode, self._feed
-        packed, sampled_X = decode.gather(chunks), decode.sampled(chunks)
-        could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // decode.tokens)  # forks have no tokens
-        table_RP = attention.page_table_BP[: len(chunks.slots_R)]
-        longest = table_RP.shape[1] * size
-        of_decode = DecodeAttention(
-            table_RP[:could_decode],
-            packed.kv_lengths_R[:could_decode],
-            decode.tokens,
-            longest,
-            skip_empty=True,
-            tree_BQ=decode.tree(chunks.slots_R[:could_decode]),
-        )
-        of_chunks: PrefillAttention | DecodeAttention = attention
-        if split_keys:
-            of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES, longest)
-        sampled_alone = captured and not (every_token or feed.on) and self._parts.model.last_layer_asks_alone
-        inputs = StepInputs(
-            token_ids_T=packed.token_ids_T,
-            positions_T=packed.positions_T,
-            kv_slots_T=packed.kv_slots_T,
-            attention=MixedAttention(of_decode, of_chunks) if mixed or split_keys else of_chunks,
-            logit_rows_R=None if every_token or feed.reads_hidden else sampled_X,
-            last_attention=self._attention_of_sampled(chunks, packed, longest) if sampled_alone else None,
-            state=decode.state_rows(chunks, packed) if self._parts.has_slot_state else None,
-            exchange_rows=exchange or None,
-        )
-        hidden = self._parts.model.forward(inputs, self._parts.caches, feed.tap)
-        if not feed.on:
-            return hidden, None
-        self._show_chunks(inputs, chunks, packed, hidden if feed.reads_hidden else None)
-        features_TF = feed.features_TF
-        features_XF = None if features_TF is None else features_TF.index_select(0, sampled_X)
-        if feed.reads_hidden and not every_token:
-            hidden = hidden.index_select(0, sampled_X)
-        return hidden, features_XF
-
-    def _show_chunks(self, inputs: StepInputs, chunks: Chunks, packed: Packed, hidden_TN: Tensor | None) -> None:
-        """The proposer observes the tokens whose successors are known before this step samples: all but each row's
-        newest. Decode requests, and the last tokens of last chunks, follow in the tail."""
-        tables, slots_T = self._parts.tables, chunks.slots_T
-        history_SL = tables.history_SL
-        assert history_SL is not None  # an executor with a proposer keeps histories
-        next_T = (packed.positions_T + 1).clamp(max=history_SL.shape[1] - 1)
-        known_T = next_T < tables.columns.length[slots_T]
-        kept_T = known_T & (slots_T != PADDING_SLOT) & (chunks.positions_T > NEWEST)
-        next_ids_T = history_SL[slots_T, next_T].to(torch.int64)
-        kept_kv_slots_T = torch.where(kept_T, inputs.kv_slots_T, TRASH_BLOCK)
-        features_TF = self._feed.features_TF
-        self._feed.observe(Observed(inputs, slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, features_TF))
-
-    def _attention_of_sampled(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
-        """Attention of each row's last token alone; None if all tokens are too few for the extra launches, and for rows
-        that may sample more than once.
-
-        A row that samples nothing (a chunk before the last one, padding) sees one key: its result is not read.
-        """
-        tokens, rows = len(chunks.slots_T), len(chunks.logit_rows_R)
-        if self.decode.tokens > 1 or tokens < max(LARGE_STEP, _TOKENS_A_SAMPLE * rows):
-            return None
-        table_RP = self._parts.tables.gather_blocks(chunks.slots_T.index_select(0, chunks.logit_rows_R))
-        lengths_R = packed.positions_T.index_select(0, chunks.logit_rows_R) + 1
-        lengths_R = torch.where(chunks.emitting_R == PADDING_SLOT, 1, lengths_R).to(torch.int32)
-        return DecodeAttention(table_RP, lengths_R, 1, longest)
-
-    def _finish(
-        self, hidden_XN: Tensor, features_XF: Tensor | None, emitting_R: Tensor, variant: SamplingVariant
-    ) -> None:
-        """The tail: rows of slots ``emitting_R`` sample, and the proposer observes their newest tokens."""
-        rows, committed = self.decode.finish(self._tail, hidden_XN, emitting_R, variant)
-        if self._feed.on:
-            inputs = rows.inputs(self._parts.limits.block_size)
-            self._feed.show(inputs, rows, hidden_XN, features_XF, committed)
-
     # ---- captured parts ----
 
     @property
@@ -390,7 +192,8 @@ class PackedStep:
     def _captured_tail(self, emitting_B: Tensor, variant: SamplingVariant, exchange: int) -> None:
         _, _, hidden_XN, features_XF, _ = self._memory
         sampled = len(emitting_B) * self.decode.tokens
-        self._finish(hidden_XN[:sampled], None if features_XF is None else features_XF[:sampled], emitting_B, variant)
+        features_XF = None if features_XF is None else features_XF[:sampled]
+        self.work.finish(hidden_XN[:sampled], features_XF, emitting_B, variant)
 
     def _pass(self, tokens: int, split_keys: bool) -> None:
         """The forward pass of what is staged, of ``tokens`` tokens; graph-safe."""
@@ -401,8 +204,9 @@ class PackedStep:
         rows = len(chunks.slots_R)
         page_table_BP[:rows].copy_(self._parts.tables.gather_blocks(chunks.slots_R))
         read = PrefillAttention(page_table_BP, (tokens,), (tokens,), attention)
-        exchange = tokens if grouped else 0
-        hidden_XN, features_XF = self._hidden(chunks, read, exchange, mixed=mixed, split_keys=split_keys, captured=True)
+        hidden_XN, features_XF = self.work.hidden(
+            chunks, read, tokens if grouped else 0, mixed=mixed, split_keys=split_keys, captured=True
+        )
         kept_XN[: len(hidden_XN)].copy_(hidden_XN)
         if kept_XF is not None and features_XF is not None:
             kept_XF[: len(features_XF)].copy_(features_XF)
@@ -500,16 +304,16 @@ class PackedStep:
         limits, exchanges = self._parts.limits, self._parts.config.exchanges
         lengths = padding_lengths(tokens, limits.max_model_len, limits.rows)
         chunks = _padding_chunks(lengths, self._parts.device.torch_device)
-        self.prefill(chunks, Lengths(lengths, lengths), GREEDY, exchange=exchanges[-1] if exchanges else 0)
+        self.work.prefill(chunks, Lengths(lengths, lengths), GREEDY, exchange=exchanges[-1] if exchanges else 0)
         self._parts.ring.undo()
 
     def _rehearse_tail(self, variant: SamplingVariant) -> None:
         """Of as many rows as there may be, over padding."""
-        parts, tap, rows = self._parts, self._feed.tap, self._parts.staging.max_rows
-        zeros, tokens, hidden = parts.device.zeros, rows * self.decode.tokens, parts.model.config.hidden_size
-        hidden_XN = zeros(tokens, hidden, dtype=parts.model.dtype)
-        features_XF = None if tap is None else zeros(tokens, len(tap.layers) * hidden, dtype=parts.model.dtype)
-        self._finish(hidden_XN, features_XF, zeros(rows, dtype=torch.int64), variant)
+        parts, rows, size = self._parts, self._parts.staging.max_rows, self.work.feature_size
+        zeros, tokens, dtype = parts.device.zeros, rows * self.decode.tokens, parts.model.dtype
+        features_XF = zeros(tokens, size, dtype=dtype) if size else None
+        hidden_XN = zeros(tokens, parts.model.config.hidden_size, dtype=dtype)
+        self.work.finish(hidden_XN, features_XF, zeros(rows, dtype=torch.int64), variant)
         parts.ring.undo()
 
 

@@ -41,7 +41,7 @@ from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_w
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.memory import ExecutorConfig, StepParts
-from runtime.execute.step.packed_step import Lengths
+from runtime.execute.step.packed_pass import Lengths
 from runtime.execute.step.step_io_kernels import triton_kernels as step_kernels
 from runtime.schedule.config import StepLimits
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
@@ -217,7 +217,7 @@ class Rank:
         words = torch.zeros(score_words(scored, top), dtype=torch.int32, device=META)
         scores = StepPromptLogprobs(Mock(), scored, top, words, words) if scored else None
         lengths = (tokens // rows,) * rows
-        self._prefill.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
+        self._prefill.work.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
 
     def several_queries(self, rows: int, query_len: int, *, tree: bool = False, absent: bool = False) -> None:
         """Decode attention of ``query_len`` tokens a row, a chain or a ``tree``. ``absent``: rows may be."""

@@ -30,7 +30,7 @@ from parallel.comm.collectives import SingleRank
 from runtime.execute.executor import Executor
 from runtime.execute.staging import Chunks, Staging
 from runtime.execute.step.drafts import DraftTokens
-from runtime.execute.step.packed_step import DecodeTokens
+from runtime.execute.step.packed_pass import DecodeTokens
 from runtime.execute.step.row_step import RowStep
 from tests.tools.diagrams import drawn
 from tests.tools.diagrams.drawn import DOCS

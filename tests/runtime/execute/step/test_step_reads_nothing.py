@@ -32,7 +32,7 @@ from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks, apply_changes
 from runtime.execute.step.memory import ExecutorConfig, StepParts
-from runtime.execute.step.packed_step import Lengths
+from runtime.execute.step.packed_pass import Lengths
 from runtime.schedule.config import StepLimits
 from runtime.speculate.synthetic import AnyTokens
 from runtime.speculate.tree import branching
@@ -142,7 +142,7 @@ def test_a_prefill_step_that_scores_its_prompts(shape: Mapping[str, object], fea
     words = torch.zeros(score_words(5, 3), dtype=torch.int32, device=META)
     with step():
         scores = StepPromptLogprobs(cast(Any, None), 5, 3, words, words)
-        parts.prefill.prefill(chunks, Lengths((12, 12), (12, 28)), features, scores)
+        parts.prefill.work.prefill(chunks, Lengths((12, 12), (12, 28)), features, scores)
 
 
 @pytest.mark.parametrize("shape", [TINY, SPARSE, TINY | HYBRID], ids=["dense", "sparse", "hybrid"])
@@ -151,7 +151,7 @@ def test_a_mixed_step(shape: Mapping[str, object]) -> None:
     tokens, rows = integers(24), integers(4)
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
-        parts.prefill.prefill(chunks, Lengths((0, 0, 10, 12), (0, 0, 10, 28), 2), SamplingVariant())
+        parts.prefill.work.prefill(chunks, Lengths((0, 0, 10, 12), (0, 0, 10, 28), 2), SamplingVariant())
 
 
 class DrawnTokens(AnyTokens):
@@ -179,7 +179,7 @@ def test_windows_beside_chunks(
     chunks = Chunks(tokens, tokens, tokens, rows, rows, rows, rows)
     with step():
         role.decode.propose(2, features)
-        role.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 2 * role.decode.tokens), features)
+        role.work.prefill(chunks, Lengths((0, 0, 8, 12), (0, 0, 8, 28), 2 * role.decode.tokens), features)
 
 
 def test_what_a_plan_changes() -> None:
