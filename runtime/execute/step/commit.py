@@ -100,18 +100,9 @@ def commit(
         no_guess=NO_GUESS,
     )
     accepted = Acceptance(committed.token, committed.counts, committed.finish, nodes_BW)
-    shown = Shown(
-        slots_T=committed.slot.view(-1),
-        next_T=committed.token.view(-1),
-        kept_T=committed.kept.view(-1),
-        kept_kv_slots_T=committed.kept_kv_slot.view(-1),
-        last_B=committed.last,
-        gained_B=committed.gained,
-        token_ids_T=committed.token_id.view(-1),
-        positions_T=committed.position.view(-1),
-        kv_slots_T=committed.kv_slot.view(-1),
-        path_T=None if committed.path is None else committed.path.view(-1),
-    )
+    each = committed.slot, committed.token, committed.kept, committed.kept_kv_slot, committed.last, committed.gained
+    flat = *each, committed.token_id, committed.position, committed.kv_slot, committed.path
+    shown = Shown._make(part if part is None else part.view(-1) for part in flat)
     return Committed(accepted, shown)
 
 

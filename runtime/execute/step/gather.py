@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.inputs import PIECE, DecodeAttention, StateRows, StateTree, StepInputs
+from models.inputs import PIECE, DecodeAttention, StateRows, StepInputs
 from runtime.execute.proposer import Proposed
 from runtime.execute.sampling.draft_tree import DraftTree, lay_out
 from runtime.execute.sampling.inputs import SamplingInputs
@@ -60,10 +60,6 @@ class Rows:
         """Of a row: W, or N."""
         return self.tokens_BW.shape[1]
 
-    @property
-    def state_tree(self) -> StateTree | None:
-        return None if self.tree is None else StateTree(self.tree.parents_BN, self.tree.seen_BN)
-
     def inputs(self, block_size: int, state: StateRows | None = None, exchange: int = 0) -> StepInputs:
         """Of a forward pass over these tokens. ``exchange``: as in StepShape."""
         return StepInputs(
@@ -88,9 +84,8 @@ def gather_decode(tables: SlotTables, rows_B: Tensor, block_size: int) -> Rows:
     if (kernels := step_io_kernels.kernels_for(rows_B)) is None:
         return gather_decode_in_torch(tables, rows_B, block_size)
     slots = tables.columns
-    begun = kernels.begin(
-        rows_B, slots.records, slots.last_token, slots.length, slots.finished, tables.block_table_SP, block_size
-    )
+    columns = slots.records, slots.last_token, slots.length, slots.finished
+    begun = kernels.begin(rows_B, columns, tables.block_table_SP, block_size)
     return _rows_of(begun, rows_B, SlotColumns(begun.records, tables.stop_ids), tables)
 
 
@@ -230,7 +225,7 @@ def gather_packed(
     slots = tables.columns
     staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
     columns = slots.last_token, slots.length, slots.finished, slots.max_length
-    return Packed(*kernels.begin_packed(*staged, *columns, tables.block_table_SP, block_size, drafts_SQ, depth_SN))
+    return Packed(*kernels.begin_packed(staged, columns, tables.block_table_SP, block_size, drafts_SQ, depth_SN))
 
 
 def gather_packed_in_torch(

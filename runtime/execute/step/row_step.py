@@ -82,7 +82,8 @@ class RowStep:
         if parts.has_slot_state:
             live_B = rows.live_BW[:, 0] if self.width == 1 else rows.columns.finished == 0
             slots_B = torch.where(live_B, rows_B, PADDING_SLOT)
-            state = self.slot_state(slots_B, undecided=undecided.append, tree=rows.state_tree)
+            tree = None if rows.tree is None else StateTree(rows.tree.parents_BN, rows.tree.seen_BN)
+            state = self.slot_state(slots_B, undecided=undecided.append, tree=tree)
         inputs = rows.inputs(parts.limits.block_size, state, exchange)
         hidden_TN = parts.model.forward(inputs, parts.caches, self._feed.tap)
         committed = self._tail.finish(hidden_TN, rows, self.width, variant)

@@ -228,31 +228,23 @@ class Begun(NamedTuple):
 
 
 def begin(
-    rows_B: Tensor,
-    records_SX: Tensor,
-    last_token_S: Tensor,
-    length_S: Tensor,
-    finished_S: Tensor,
-    block_table_SP: Tensor,
-    block_size: int,
+    rows_B: Tensor, slots: tuple[Tensor, Tensor, Tensor, Tensor], block_table_SP: Tensor, block_size: int
 ) -> Begun:
     """All that a decode step reads of slots ``rows_B`` (int64, contiguous), as new tensors.
 
-    records int32 and block table int32, contiguous; last_token int64, length and finished int32 are columns of records.
+    ``slots``: records int32, contiguous, and their columns last_token int64, length and finished int32. Block table
+    int32, contiguous.
     """
-    rows, (_, words), (_, max_blocks) = len(rows_B), records_SX.shape, block_table_SP.shape
+    rows, (_, words), (_, max_blocks) = len(rows_B), slots[0].shape, block_table_SP.shape
     begun = Begun.empty(rows, 1, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_kernel[(rows, triton.cdiv(max_blocks, pages))](
         rows_B,
-        records_SX,
-        last_token_S,
-        length_S,
-        finished_S,
+        *slots,
         block_table_SP,
         *begun,
         words,
-        last_token_S.stride(0),
+        slots[1].stride(0),
         max_blocks,
         BLOCK_SIZE=block_size,
         WORDS=triton.next_power_of_2(words),
@@ -263,38 +255,25 @@ def begin(
 
 
 def begin_packed(
-    token_ids_T: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    row_slots_R: Tensor,
-    decodes_R: Tensor,
-    last_token_S: Tensor,
-    length_S: Tensor,
-    finished_S: Tensor,
-    max_length_S: Tensor,
+    staged: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    columns: tuple[Tensor, Tensor, Tensor, Tensor],
     block_table_SP: Tensor,
     block_size: int,
     guesses_SQ: Tensor | None = None,
     depth_SN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gather.Packed of staged chunks (int64, contiguous), as new tensors; tables as those of ``begin``, max_length
-    int32 as length. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
-    tokens, rows = len(token_ids_T), len(row_slots_R)
-    words = length_S.stride(0)
+    """gather.Packed of staged chunks, as new tensors. ``staged``: token_ids_T, positions_T, slots_T, slots_R, decodes_R
+    of Chunks. ``columns`` of the slot table: last_token int64, length, finished and max_length int32. Block table
+    int32, contiguous. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
+    token_ids_T, rows_R = staged[0], staged[3]
+    tokens, rows, device = len(token_ids_T), len(rows_R), rows_R.device
     longs = [torch.empty_like(token_ids_T) for _ in range(3)]
-    kv_length_R = torch.empty(rows, dtype=torch.int32, device=row_slots_R.device)
-    ghost_R = torch.empty(rows, dtype=torch.bool, device=row_slots_R.device)
+    kv_length_R = torch.empty(rows, dtype=torch.int32, device=device)
+    ghost_R = torch.empty(rows, dtype=torch.bool, device=device)
     token_programs = triton.cdiv(tokens, _ROWS)
     _begin_packed_kernel[(token_programs + triton.cdiv(rows, _ROWS),)](
-        token_ids_T,
-        positions_T,
-        slots_T,
-        row_slots_R,
-        decodes_R,
-        last_token_S,
-        length_S,
-        finished_S,
-        max_length_S,
+        *staged,
+        *columns,
         block_table_SP,
         token_ids_T if guesses_SQ is None else guesses_SQ,
         token_ids_T if depth_SN is None else depth_SN,
@@ -304,8 +283,8 @@ def begin_packed(
         tokens,
         rows,
         token_programs,
-        words,
-        last_token_S.stride(0),
+        columns[1].stride(0),
+        columns[0].stride(0),
         block_table_SP.shape[1],
         BLOCK_SIZE=block_size,
         BLOCK=_ROWS,

@@ -156,7 +156,7 @@ def windows(driver: CompilingDriver) -> None:
     packed = made(96)
     for tree in (None, made(65, width)):
         guesses = made(65, width - 1)
-        step_io_triton.begin_packed(packed, packed, packed, numbers, numbers, *columns, table, 64, guesses, tree)
+        step_io_triton.begin_packed((packed, packed, packed, numbers, numbers), columns, table, 64, guesses, tree)
     how: dict[str, Any] = {"block_size": 64, "positions": 40960}
     draft_triton.lay_out(numbers, last, length, finished, table, 3, **how)
     draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)
