@@ -17,11 +17,11 @@ from torch import Tensor
 
 from models.kernels.matmul import autotune, choice_table, skinny
 from models.kernels.matmul.candidates import default_choice, quick_candidates, worth_measuring
-from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
+from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
 from models.kernels.traits import DeviceTraits, traits_of
-from models.ops.rows_nvidia.products import MAX_PUSHED_ROWS, ROWS, Product, by_library, candidates, product
+from models.ops.rows_nvidia.products import MAX_PUSHED_ROWS, ROWS, Product, algorithms, by_library, product
 from models.row_buckets import LARGE_STEP
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.weight import Weight
@@ -172,7 +172,7 @@ class TunedProducts:
             if self._measured(shape) is not None:
                 continue
             try:
-                tried = self._quick_candidates(shape) if quick else self.candidates(shape)
+                tried = self._quickly(shape) if quick else self.candidates(shape)
                 choice, us = autotune.fastest(shape, tried, self.runner(shape), self.device)
             except RuntimeError as error:
                 log.warning("%s: not measured, its default kernel stays: %s", shape.key, error)
@@ -185,11 +185,6 @@ class TunedProducts:
         if path is not None and measured:
             choice_table.keep(path, kept)
         return measured
-
-    def _quick_candidates(self, shape: LinearShape) -> list[Choice]:
-        variants = ROWS[CublasLt].variants
-        assert variants is not None
-        return quick_candidates(shape, variants(self, shape), self.traits)
 
     def _unanswered(self, kept: ChoiceTable) -> list[str]:
         """Keys of ``kept`` for which the table at hand has no kernel."""
@@ -212,7 +207,8 @@ class TunedProducts:
 
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
-        return list(candidates(self, shape))
+        tried = (choice for row in ROWS.values() if row.variants for choice in row.variants(self, shape))
+        return [choice for choice in tried if self._fits(shape, choice)]
 
     def runner(self, shape: LinearShape) -> autotune.Run:
         if not shape.normed:
@@ -222,6 +218,9 @@ class TunedProducts:
         return lambda x, weight, choice: self.run_normed(
             x, residual, norm_weight, 1e-6, weight, choice, gate_up=shape.gate_up
         )[0]
+
+    def _quickly(self, shape: LinearShape) -> list[Choice]:
+        return quick_candidates(shape, algorithms(self, shape), self.traits)
 
     def can_run(self, shape: LinearShape, choice: Choice) -> bool:
         """Whether ``choice``, made for other rows of the same product, can run ``shape``."""

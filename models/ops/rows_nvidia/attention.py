@@ -268,10 +268,6 @@ def _splits_chunks(ops: Any) -> Run:
     return splits_chunks
 
 
-def _longest_window(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
-    return None if dtype == torch.float32 else longest_window(heads, kv_heads, head_dim)
-
-
 def _decode_same_bits(ops: Any) -> Run:
     memory, multiprocessors, pdl = (ops.attention_sums, ops.attention_counters), ops.traits.multiprocessors, ops.pdl
 
@@ -297,22 +293,6 @@ def _prefill(ops: Any) -> Run:
         return out_THD
 
     return prefill_attention
-
-
-def _plan_prefill(ops: Any) -> Run:
-    prefill = ops.prefill
-    return lambda inputs, heads, kv_heads, head_dim, kv_layer: (
-        prefill.plan(inputs, heads, kv_heads, head_dim, kv_layer) if prefill.supports(head_dim) else inputs
-    )
-
-
-def _repeat_prefill(ops: Any) -> Run:
-    prefill = ops.prefill
-    return lambda page_table_BP, max_tokens, heads, kv_heads, kv_layer: (
-        prefill.repeated(page_table_BP, max_tokens, heads, kv_heads, kv_layer)
-        if prefill.supports(kv_layer.shape[-1])
-        else None
-    )
 
 
 def _plan_same_bits(
@@ -366,10 +346,13 @@ ROWS = (
     Row("decode_attention", _decode),
     Row("rope_cache_attend", _rotating, refuses=lambda ops, call: None if all(call) else "norm and rotate apart"),
     Row("splits_chunks", _splits_chunks),
-    plain("longest_window", _longest_window),
+    plain(
+        "longest_window",
+        lambda heads, kv_heads, dim, dtype: None if dtype == torch.float32 else longest_window(heads, kv_heads, dim),
+    ),
     Row("prefill_wave", lambda ops: ops.prefill.wave),
-    Row("plan_prefill", _plan_prefill),
-    Row("repeat_prefill", _repeat_prefill),
+    Row("plan_prefill", lambda ops: ops.prefill.plan),
+    Row("repeat_prefill", lambda ops: ops.prefill.repeated),
     Row("prefill_attention", _prefill),
 )
 INVARIANT_ROWS = (

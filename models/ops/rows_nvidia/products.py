@@ -14,7 +14,7 @@ with (x, weight, residual, norm, eps, buffers), the last four optional, and retu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,7 @@ def _library(products: Any, shape: LinearShape, choice: Choice) -> Run:
     return run
 
 
-def _algorithms(products: Any, shape: LinearShape) -> list[Choice]:
+def algorithms(products: Any, shape: LinearShape) -> list[Choice]:
     lt = products._lt
     if lt is None or shape.rows < 16 or shape.dtype not in (torch.bfloat16, torch.float16):
         return []
@@ -177,31 +177,15 @@ def _shared_memory_refuses(products: Any, shape: LinearShape, choice: Skinny | W
 _WORKSPACE = "too little workspace"
 
 
-def _candidates(find: Run) -> Run:
-    return lambda products, shape: find(shape, products.traits)
-
-
-def _row(config: type, bind: Run, variants: Run, refuses: Run | None = None, *form: str) -> Row:
-    return Row("product", bind, frozenset(form), refuses, variants, config)
+def _ours(config: type, bind: Run, find: Run, refuses: Run, *form: str) -> Row:
+    """Of a kernel whose configurations ``find`` lists for a GPU."""
+    return Row("product", bind, frozenset(form), refuses, lambda products, shape: find(shape, products.traits), config)
 
 
 ROWS: dict[type, Row] = {
-    row.config: row
-    for row in (
-        _row(Blas, _library, lambda products, shape: [Blas()]),
-        _row(CublasLt, _library, _algorithms, _lt_refuses),
-        _row(Skinny, _skinny, _candidates(skinny_candidates), _skinny_refuses, "normed", "gate_up", "pushes"),
-        _row(Gemv, _gemv, _candidates(gemv_candidates), _gemv_refuses, "normed", "gate_up", "pushes"),
-        _row(Wide, _wide, _candidates(wide_candidates), _wide_refuses, "gate_up"),
-    )
-    if row.config is not None
+    Blas: Row("product", _library, variants=lambda products, shape: [Blas()], config=Blas),
+    CublasLt: Row("product", _library, refuses=_lt_refuses, variants=algorithms, config=CublasLt),
+    Skinny: _ours(Skinny, _skinny, skinny_candidates, _skinny_refuses, "normed", "gate_up", "pushes"),
+    Gemv: _ours(Gemv, _gemv, gemv_candidates, _gemv_refuses, "normed", "gate_up", "pushes"),
+    Wide: _ours(Wide, _wide, wide_candidates, _wide_refuses, "gate_up"),
 }
-
-
-def candidates(products: Any, shape: LinearShape) -> Iterator[Choice]:
-    """Every configuration that can run ``shape``."""
-    for row in ROWS.values():
-        assert row.variants is not None
-        for choice in row.variants(products, shape):
-            if row.refuses is None or row.refuses(products, shape, choice, None) is None:
-                yield choice

@@ -100,6 +100,7 @@ def _add_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor
     return ops.add_rms_norm(x_TN, residual_TN, norm_N, eps)
 
 
+_COMPOSED = add_rms_norm, joined_norms, linear_push, add_norm_linear, gate_up, add_norm_gate_up, gate_up_down
 ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),
@@ -109,16 +110,5 @@ ROWS = (
     plain("vocab_rows", vocab_rows, INVARIANT),
     plain("sigmoid_mul", sigmoid_mul, INVARIANT),
     plain("gated_add", gated_add),
-    *(
-        composed(run.__name__, run)
-        for run in (
-            add_rms_norm,
-            joined_norms,
-            linear_push,
-            add_norm_linear,
-            gate_up,
-            add_norm_gate_up,
-            gate_up_down,
-        )
-    ),
+    *(composed(run.__name__, run) for run in _COMPOSED),
 )

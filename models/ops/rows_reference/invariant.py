@@ -237,23 +237,10 @@ def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, s
             state[slot] = before
 
 
+_DENSE = rms_norm, silu_mul, linear, router_logits, gated_add
+_OTHERS = decode_attention, route_top_k, route_sigmoid, expert_mlp, causal_conv, gated_delta
 ROWS: tuple[Row, ...] = (
-    *(
-        plain(run.__name__, run, INVARIANT)
-        for run in (
-            rms_norm,
-            silu_mul,
-            linear,
-            router_logits,
-            gated_add,
-            route_top_k,
-            route_sigmoid,
-            expert_mlp,
-            causal_conv,
-            gated_delta,
-            decode_attention,
-        )
-    ),
+    *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, *_OTHERS)),
     composed("mamba2", mamba2),
     # Norms are sums over a head; the rotation has no sum, and its products and differences are rounded exactly.
     plain("rope_and_cache", partial(attention.rope_and_cache, rms_norm), INVARIANT),
