@@ -201,57 +201,38 @@ def _options(words: _Words) -> dict[str, Any]:
 
 
 def _start(words: _Words) -> dict[str, Any]:
-    return {**_turn(words, end=False), "options": _options(words)}
+    return {**_turn(words), "options": _options(words)}
 
 
-def _turn(words: _Words, *, end: bool = True) -> dict[str, Any]:
-    found = {
-        "prompt": words.prompt(),
-        "total": words.number("the budget", 1),
-        "quantum": words.number("the quantum", 1),
-    }
-    if end:
-        words.end()
-    return found
+def _turn(words: _Words) -> dict[str, Any]:
+    prompt, total = words.prompt(), words.number("the budget", 1)
+    return {"prompt": prompt, "total": total, "quantum": words.number("the quantum", 1)}
 
 
 def _continue(words: _Words) -> dict[str, Any]:
-    found = {"quantum": words.number("the quantum", 1), "epoch": words.maybe_number("the epoch")}
-    words.end()
-    return found
+    return {"quantum": words.number("the quantum", 1), "epoch": words.maybe_number("the epoch")}
 
 
-def _other(what: str) -> Callable[[_Words], dict[str, Any]]:
-    def parse(words: _Words) -> dict[str, Any]:
-        found = {"other": words.number(what, 0, MAX_ID)}
-        words.end()
-        return found
-
-    return parse
+def _parent(words: _Words) -> dict[str, Any]:
+    return {"other": words.number("the parent", 0, MAX_ID)}
 
 
 def _maybe_other(words: _Words) -> dict[str, Any]:
-    found = {"other": words.maybe_number("the number")}
-    words.end()
-    return found
+    return {"other": words.maybe_number("the number")}
 
 
 def _mode(words: _Words) -> dict[str, Any]:
     word = words.word()
-    words.end()
     if word not in ("client", "auto"):
         raise BadLine(f"the mode is {word[:40]!r}, but must be client or auto")
     return {"word": word}
 
 
 def _tagged(words: _Words) -> dict[str, Any]:
-    found = {"other": words.number("the version", 1, 255)}
-    words.end()
-    return found
+    return {"other": words.number("the version", 1, 255)}
 
 
 def _nothing(words: _Words) -> dict[str, Any]:
-    words.end()
     return {}
 
 
@@ -286,14 +267,14 @@ VERBS: Final[dict[str, Verb]] = {
         "a new session, REQ, with the context of the parked session `parent`",
         "",
         "`SNAPSHOT slot`",
-        _other("the parent"),
+        _parent,
     ),
     "RESTORE": Verb(
         "parent",
         "the same; if REQ exists, it is closed first",
         "",
         "`RESTORE slot`",
-        _other("the parent"),
+        _parent,
     ),
     "CANCEL": Verb("[id]", "end a session in any state; new epoch", "CLOSED", "`CANCEL [id]`", _maybe_other),
     "SCHED_STEP": Verb(
@@ -364,7 +345,9 @@ def parse(line: str, most: int = MOST_TOKENS) -> Command:
     verb = ALIASES.get(verb, ALIASES_OF_BATCHES.get(verb, verb))
     if verb not in VERBS:
         raise BadLine(f"{verb[:40]!r} is no verb: {', '.join(VERBS)}")
-    return Command(verb, prefixes.get("request"), prefixes.get("place"), **VERBS[verb].parse(words))
+    found = VERBS[verb].parse(words)
+    words.end()
+    return Command(verb, prefixes.get("request"), prefixes.get("place"), **found)
 
 
 def _with_number(words: _Words) -> str:
