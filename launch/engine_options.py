@@ -12,7 +12,16 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final, get_args
 
 from launch.values import integer, number, whole_numbers
-from runtime.config import DEVICE_DEFAULTS, WARM_KINDS, DType, EngineConfig, LoadFormat, PrefillWanted, flag_of
+from runtime.config import (
+    DEVICE_DEFAULTS,
+    WARM_KINDS,
+    DType,
+    EngineConfig,
+    Fp8Activations,
+    LoadFormat,
+    PrefillWanted,
+    flag_of,
+)
 from runtime.schedule.config import SessionPolicy
 from runtime.speculative_config import METHODS
 
@@ -105,6 +114,12 @@ _ENGINE: dict[str, _Option] = {
     "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
     "prefill_graphs": _Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
+    ),
+    "fp8_activations": _Option(
+        "whether activations are quantised where weights are FP8; auto: where that is faster, by the number of rows",
+        "word",
+        str,
+        get_args(Fp8Activations),
     ),
     "prefill_attention": _Option(
         "prefill attention on GPUs; flashinfer is faster, but its first build takes more than a minute; triton needs "

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,15 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 def check_tensors(
-    tensors: Mapping[str, Path], wanted: Mapping[str, tuple[int, ...]], optional: Iterable[str] = ()
+    tensors: Mapping[str, Path],
+    wanted: Mapping[str, tuple[int, ...]],
+    optional: Iterable[str] = (),
+    codes: Container[str] = (),
 ) -> dict[str, Path]:
     """The located tensors that fill a model that wants ``wanted`` (name -> full shape), all present and well shaped.
 
-    ``optional`` names (of ``wanted``) may be absent. Raises WeightsError naming tensor and file for a missing,
-    unexpected or wrongly shaped tensor, and for a dtype that is no float. Reads headers only.
+    ``optional`` names (of ``wanted``) may be absent; ``codes`` are no floats. Raises WeightsError naming tensor and
+    file for a missing, unexpected or wrongly shaped tensor, and for another dtype that is no float. Reads headers only.
     """
     tensors = {name: file for name, file in tensors.items() if not name.endswith(RECOMPUTED)}
     files = ", ".join(sorted({file.name for file in tensors.values()}))
@@ -111,17 +114,17 @@ def check_tensors(
     for file in sorted(set(tensors.values())):
         with open_file(file) as reader:
             for name in sorted(name for name, home in tensors.items() if home == file):
-                _check_header(file, name, reader.get_slice(name), wanted[name])
+                _check_header(file, name, reader.get_slice(name), wanted[name], name in codes)
     return tensors
 
 
-def _check_header(file: Path, name: str, header: Any, shape: tuple[int, ...]) -> None:
+def _check_header(file: Path, name: str, header: Any, shape: tuple[int, ...], codes: bool) -> None:
     found = tuple(header.get_shape())
     if found != shape:
         raise WeightsError(
             f"{file}: tensor {quoted(name)} has shape {list(found)}, but config.json asks for {list(shape)}"
         )
-    if header.get_dtype() not in FLOAT_DTYPES:
+    if header.get_dtype() not in FLOAT_DTYPES and not codes:
         legal = ", ".join(FLOAT_DTYPES)
         raise WeightsError(
             f"{file}: tensor {quoted(name)} has dtype {header.get_dtype()}; weights must be one of {legal}"

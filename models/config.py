@@ -28,6 +28,7 @@ from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, read_routed_experts
+from models.quantization import Quantization, read_quantization
 
 MOST_LAYERS = 10_000
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -79,7 +80,7 @@ class ModelConfig:
     each, nothing is rotated then; empty where all have both. ``mamba``: of those that are Mamba-2.
     ``mtp_layers``: layers of multi-token prediction that the config names, which are not among ``layers``;
     ``mtp_own_embeddings``: they have an embedding of their own; ``mtp_blocks``: the kind of each of such a layer's
-    blocks, where ``blocks`` is.
+    blocks, where ``blocks`` is. ``quantization``: which matrices the checkpoint stores as codes; None for none.
     """
 
     architecture: str
@@ -107,6 +108,7 @@ class ModelConfig:
     mtp_layers: int = 0
     mtp_own_embeddings: bool = False
     mtp_blocks: tuple[BlockKind, ...] = ()
+    quantization: Quantization | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
@@ -132,15 +134,21 @@ class ModelConfig:
         named = [one.get(key) for one in (config, text) if isinstance(one, dict) for key in ("dtype", "torch_dtype")]
         if not any(named) and (stored := stored_dtype(folder)) in DTYPES.values():
             config["dtype"] = str(stored).removeprefix("torch.")
+        exported = folder / "hf_quant_config.json"
         try:
-            return cls.from_dict(config, eos)
+            return cls.from_dict(config, eos, read_json_object(exported) if exported.is_file() else None)
         except ValueError as error:
             raise ModelConfigError(f"{path}: {error}") from error
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    def from_dict(
+        cls,
+        config: Mapping[str, Any],
+        eos_token_ids: tuple[int, ...] = (),
+        exported: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
         """From the parsed content of config.json, in place of whose eos ids ``eos_token_ids`` stand, if any: those of
-        generation_config.json. Raises ValueError."""
+        generation_config.json. ``exported``: the content of hf_quant_config.json. Raises ValueError."""
         blocks = block_kinds(config) if has_blocks(config) else ()
         if blocks:
             config = usual_block_keys(config)
@@ -190,6 +198,7 @@ class ModelConfig:
             mtp_layers=_mtp_layers(config),
             mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
             mtp_blocks=mtp_kinds(config) if blocks and _mtp_layers(config) else (),
+            quantization=read_quantization(config, exported),
         )
 
 
@@ -218,8 +227,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        raise ValueError("quantized checkpoints ('quantization_config') are not supported; use the bfloat16 checkpoint")
     refuse_others(config, _NEUTRAL)
     normed = "Qwen3" in str(config.get("architectures"))
     meaning = f"{'no ' * normed}norms of queries and keys"

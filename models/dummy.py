@@ -31,7 +31,7 @@ class DummyTensor:
         text = f"{seed}:{name}:{','.join(map(str, full_shape))}"
         self._key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self._centre = centre
-        self._reach = math.sqrt(3.0 / full_shape[-1])  # of U(-reach, reach), whose variance is reach^2 / 3
+        self._reach = reach(full_shape)
         self._rows = full_shape[:-1]
         self._device = device
 
@@ -40,16 +40,17 @@ class DummyTensor:
         self.fill(piece, ranges)
         return piece
 
-    def fill(self, target: Tensor, ranges: tuple[slice, ...]) -> None:
-        """Write the piece at ``ranges`` into ``target``, which has its shape, in steps that need little memory."""
+    def fill(self, target: Tensor, ranges: tuple[slice, ...], scale: float = 1.0) -> None:
+        """Write the piece at ``ranges``, divided by ``scale``, into ``target``, which has its shape, in steps that need
+        little memory."""
         if len(ranges) == 1:
-            target.copy_(self._values(ranges))
+            target.copy_(self._values(ranges) / scale)
             return
         first, *rest = ranges
         step = max(1, _CHUNK // max(1, math.prod(r.stop - r.start for r in rest)))
         for start in range(first.start, first.stop, step):
             stop = min(start + step, first.stop)
-            target[start - first.start : stop - first.start].copy_(self._values((slice(start, stop), *rest)))
+            target[start - first.start : stop - first.start].copy_(self._values((slice(start, stop), *rest)) / scale)
 
     def _values(self, ranges: tuple[slice, ...]) -> Tensor:
         """In the shape of ``ranges``. A row is what the last dim runs over; rows are numbered as if they lay in one
@@ -65,6 +66,11 @@ class DummyTensor:
         hashed = _mix(row.unsqueeze_(-1).add_(self._key & _MASK))
         hashed = _mix(hashed + column.add_(self._key >> 32))
         return (hashed >> 8).float().mul_(2 * self._reach * 2.0**-24).add_(self._centre - self._reach)
+
+
+def reach(full_shape: tuple[int, ...]) -> float:
+    """The largest magnitude of a tensor whose mean is 0: the variance of U(-reach, reach) is reach^2 / 3."""
+    return math.sqrt(3.0 / full_shape[-1])
 
 
 def _mix(x: Tensor) -> Tensor:

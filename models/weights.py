@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +20,26 @@ from torch import Tensor
 from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_tensors, open_file
 from models.config import ModelConfig
 from models.dummy import DummyTensor
+from models.fp8_load import (
+    CODES,
+    Codes,
+    codes_by_config,
+    place_all_scales,
+    planned,
+    refuse_nan_codes,
+    split_off_codes,
+)
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.ops.contract import Ops
+from models.quantization import Quantization
 from models.registry import model_class
+from models.weights_header import quoted
 from parallel.comm.collectives import Collectives
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.shard import ScatteredShard, Shard
+from parallel.layers.weight import WeightFormat, WeightPlan
 
 log = logging.getLogger(__name__)
 
@@ -60,81 +72,107 @@ def load_model(
     ValueError for an unknown architecture, a tensor-parallel size that does not divide it, or an unknown load format.
     """
     architecture = model_class(config.architecture)
-    context = ModelContext(collectives, kernels, dtype or config.dtype, experts or ExpertSplit())
-    if load_format == "dummy":
-        with torch.device(device):
-            model = architecture(config, context)
-        _fill_with_dummies(model.checkpoint_shards(), seed, device, progress)
-        return model
-    if load_format != "safetensors":
+    if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}")
-    if folder is None:
-        raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
-    stored = locate_tensors(Path(folder))
-    with torch.device("meta"):
-        skeleton = architecture(config, context)
-    wanted = {**skeleton.checkpoint_shards(stored), **skeleton.checkpoint_copies()}
-    shapes = {name: shard.full_shape for name, shard in wanted.items()}
-    stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
-    tensors = check_tensors(stored, shapes, optional=skeleton.checkpoint_copies())
-    with torch.device(device):
-        model = architecture(config, context)
-    _stream(tensors, model, progress)
-    return model
+
+    def make(plan: WeightPlan) -> Decoder:
+        return architecture(
+            config, ModelContext(collectives, kernels, dtype or config.dtype, experts or ExpertSplit(), plan=plan)
+        )
+
+    return fill(
+        make,
+        folder,
+        load_format=load_format,
+        quantization=config.quantization,
+        device=device,
+        seed=seed,
+        progress=progress,
+    )
 
 
 def fill(
-    make: Callable[[], Parts],
+    make: Callable[[WeightPlan], Parts],
     folder: str | Path | None,
     *,
     load_format: str = "safetensors",
+    quantization: Quantization | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     prefix: str = "",
     but: Container[str] = (),
+    progress: Progress | None = None,
 ) -> Parts:
-    """Build a model of another kind than ``load_model`` does, with ``make``, and fill it in the same way.
+    """Build a model with ``make``, on ``device``, and fill it; everything else as in ``load_model``.
 
     Of the checkpoint only tensors whose names begin with ``prefix`` and are not in ``but`` are looked at: the others
-    are another model's.
+    are another model's. ``quantization``: what the model's config says of matrices that are stored as codes.
     """
+    sketch = WeightPlan()
+    with torch.device("meta"):
+        skeleton = make(sketch)
     if load_format == "dummy":
-        with torch.device(device):
-            model = make()
-        _fill_with_dummies(model.checkpoint_shards(), seed, device, None)
+        codes = codes_by_config(sketch.made, skeleton.checkpoint_shards(), quantization) if quantization else {}
+        model, plan = _allocate(make, device, planned(sketch.made, skeleton.checkpoint_shards(), codes))
+        shards = model.checkpoint_shards()
+        _fill_with_dummies(shards, codes, seed, device, progress)
+        place_all_scales(plan.made, shards, codes)
         return model
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
     located = locate_tensors(Path(folder))
-    stored = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
-    with torch.device("meta"):
-        skeleton = make()
-    shapes = {name: shard.full_shape for name, shard in skeleton.checkpoint_shards(stored).items()}
-    tensors = check_tensors(stored, shapes)
-    with torch.device(device):
-        model = make()
-    _stream(tensors, model, None)
+    located = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
+    stored, codes = split_off_codes(located, quantization)
+    shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
+    shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
+    stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
+    tensors = check_tensors(stored, shapes, copies, codes)
+    model, plan = _allocate(make, device, planned(sketch.made, shards, codes))
+    shards = model.checkpoint_shards(tensors)
+    _stream(tensors, shards, model, progress)
+    held = {name: code for name, code in codes.items() if name in shards}
+    place_all_scales(plan.made, shards, held)
+    refuse_nan_codes(shards, {name: tensors[name] for name in held})
     return model
 
 
+def _allocate(
+    make: Callable[[WeightPlan], Parts],
+    device: torch.device | str,
+    formats: Sequence[tuple[WeightFormat | None, ...]],
+) -> tuple[Parts, WeightPlan]:
+    plan = WeightPlan(formats)
+    with torch.device(device):
+        return make(plan), plan
+
+
 def _fill_with_dummies(
-    shards: Mapping[str, Shard | ScatteredShard], seed: int, device: torch.device | str, progress: Progress | None
+    shards: Mapping[str, Shard | ScatteredShard],
+    codes: Mapping[str, Codes],
+    seed: int,
+    device: torch.device | str,
+    progress: Progress | None,
 ) -> None:
     for done, (name, shard) in enumerate(shards.items(), start=1):
+        scale = float(codes[name].scales.flatten()[0]) if name in codes else 1.0
         for piece in shard.pieces:
-            DummyTensor(seed, name, piece.full_shape, piece.centre, device).fill(piece.target, piece.ranges)
+            DummyTensor(seed, name, piece.full_shape, piece.centre, device).fill(piece.target, piece.ranges, scale)
             piece.finish()
         if progress:
             progress(done, len(shards))
 
 
-def _stream(tensors: Mapping[str, Path], model: CheckpointParts, progress: Progress | None) -> None:
+def _stream(
+    tensors: Mapping[str, Path],
+    shards: Mapping[str, Shard | ScatteredShard],
+    model: CheckpointParts,
+    progress: Progress | None,
+) -> None:
     """File after file, in the order of their bytes; of each tensor only this rank's piece is read, one at a time."""
-    shards, copies = model.checkpoint_shards(tensors), model.checkpoint_copies()
-    done, converted = 0, 0
+    copies, done, converted = model.checkpoint_copies(), 0, 0
     for file in sorted(set(tensors.values())):
         for name, piece in _pieces(file, [name for name in shards if tensors[name] == file]):
-            converted += FLOAT_DTYPES[piece.get_dtype()] != model.dtype
+            converted += FLOAT_DTYPES.get(piece.get_dtype(), model.dtype) != model.dtype
             _load(file, name, piece, shards[name])
             done += 1
             if progress:
@@ -159,12 +197,15 @@ def _pieces(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             mapped = 0
             while pending and mapped < MAPPED_BYTES:
                 piece = reader.get_slice(pending[0])
-                mapped += math.prod(piece.get_shape()) * FLOAT_DTYPES[piece.get_dtype()].itemsize
+                width = 1 if piece.get_dtype() == CODES else FLOAT_DTYPES[piece.get_dtype()].itemsize
+                mapped += math.prod(piece.get_shape()) * width
                 yield pending.popleft(), piece
                 del piece  # it would keep the mapping
 
 
 def _load(file: Path, name: str, stored: Any, shard: Shard | ScatteredShard) -> None:
+    if (stored.get_dtype() == CODES) != (shard.pieces[0].target.dtype == torch.float8_e4m3fn):
+        raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, which its matrix does not hold")
     shard.load(stored)
     # Of the dtypes that may be asked for, only half precision cannot hold the range of the others.
     narrowed = shard.pieces[0].target.dtype == torch.float16 and stored.get_dtype() != "F16"

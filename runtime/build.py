@@ -43,7 +43,7 @@ from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
-from runtime.model_checks import check_model, check_windows, served_model
+from runtime.model_checks import check_fp8, check_model, check_windows, served_model
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -156,8 +156,10 @@ def _load(
         flashinfer,
         deterministic=config.deterministic,
         depth=limits.depth,
+        fp8_activations=_fp8_activations(config),
     )
     check_windows(limits, model_config, collectives.size, kernels, dtype)
+    check_fp8(model_config, getattr(kernels, "traits", None))
     model = load_model(
         model_config,
         config.model,
@@ -258,6 +260,12 @@ def _release(executor: Executor, model: Decoder) -> Callable[[], None]:
         give_back(model.parameters())
 
     return release
+
+
+def _fp8_activations(config: EngineConfig) -> str:
+    """Plain decoding steps and verification steps of a request must compute alike, however many rows they have."""
+    speculates = config.speculation is not None
+    return "always" if config.fp8_activations == "auto" and speculates else config.fp8_activations
 
 
 def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

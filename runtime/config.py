@@ -20,6 +20,7 @@ from runtime.speculative_config import (
     refuse_synthetic,
 )
 
+Fp8Activations = Literal["auto", "never", "always"]
 LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
@@ -108,6 +109,8 @@ class EngineConfig:
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
+    fp8_activations: whether activations are quantised where weights are FP8: auto quantises them where that is faster
+    (on CPUs nowhere), which follows the number of rows; with speculation in every step of decoding.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
     num_snapshots: snapshots of recurrent state for prefix caching, of a model that keeps some; None takes a share of
     the memory. snapshot_interval: blocks after which a prompt leaves one; None: as many as a step's token budget holds;
@@ -155,6 +158,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
+    fp8_activations: Fp8Activations = "auto"
     prefix_caching: bool = True
     num_snapshots: int | None = None
     snapshot_interval: int | None = None
@@ -178,6 +182,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("session_policy", self.session_policy, get_args(SessionPolicy))
         _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
+        _check_choice("fp8_activations", self.fp8_activations, get_args(Fp8Activations))
         _check_no_text("warm", self.warm, WARM_KINDS)
         for kind in self.warm:
             _check_choice("warm", kind, WARM_KINDS)

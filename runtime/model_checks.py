@@ -11,6 +11,7 @@ import torch
 
 from models.batch_invariance import missing_invariance
 from models.config import ModelConfig
+from models.kernels.traits import DeviceTraits
 from models.layers.decoder import Decoder
 from models.ops.contract import Ops
 from runtime.config import ConfigError, EngineConfig
@@ -92,4 +93,14 @@ def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: O
             f"rows bring {tokens} tokens to be verified, but attention of {model.heads} query heads over "
             f"{model.kv_heads} key heads of {model.head_dim} takes {most} at once: type "
             f'"{asked}": {fits} or less in --speculative-config'
+        )
+
+
+def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:
+    """Raises ConfigError where weights are FP8 codes, which the GPU (``traits``; None: a CPU) cannot convert."""
+    if model.quantization is not None and traits is not None and traits.capability < (8, 9):
+        raise ConfigError(
+            f"weights are stored as FP8 ('quantization_config', {model.quantization.method}), which needs a GPU of "
+            f"compute capability 8.9 (Ada, Hopper) or later, not {'.'.join(map(str, traits.capability))}: use the "
+            f"bfloat16 checkpoint"
         )

@@ -66,6 +66,7 @@ SLOWER: tuple[str, ...] = (
     "tests/models/kernels/test_matmul_dispatch.py",
     "tests/models/kernels/test_shipped_choices.py",
     "tests/models/test_demo_files.py",
+    "tests/models/test_fp8.py",
     "tests/models/test_parity.py",
     "tests/models/test_weights_fuzz.py",
     "tests/parallel/control/test_agreement.py",

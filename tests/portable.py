@@ -31,6 +31,7 @@ FOLDERS = (
     "tests/models",
     "tests/runtime",
     "tests/parallel/comm",
+    "tests/parallel/layers",
     "tests/launch",
     "tests/faults",
     "tests/bench",

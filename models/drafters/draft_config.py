@@ -29,7 +29,7 @@ _EAGLE_KEYS = frozenset(
     ["eagle_aux_hidden_state_layer_ids", "next_layer_regular", _STEP, "parallel_draft_heads_num_layers", *_ALWAYS]
 )
 # What ModelConfig does not read of a drafter, or would refuse in a target.
-_OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
+_OF_DRAFTERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 OTHER_DRAFTERS = (
     'type "model": the folder of an MTP layer for this target, or "method": "ngram", in --speculative-config'
 )
@@ -363,8 +363,6 @@ def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
 
 
 def _model_config(config: Mapping[str, Any]) -> ModelConfig:
-    if config.get("quantization_config"):
-        raise ValueError("quantized drafters ('quantization_config') are not supported; use the bfloat16 checkpoint")
     return ModelConfig.from_dict({key: value for key, value in config.items() if key not in _OF_DRAFTERS})
 
 

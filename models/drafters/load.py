@@ -28,6 +28,7 @@ from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.weights import fill
 from parallel.layers.embedding import LMHead
+from parallel.layers.weight import WeightPlan
 
 _NEXTN = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 MTP_PREFIX = "mtp."  # of an MTP layer's tensors among those of its target
@@ -47,7 +48,7 @@ def load_dflash(
     """
     config.check_target(target.config)
     lengths = for_lengths(config, target.config.max_length)
-    draft = _filled(target, lambda context: DFlashDraft(lengths, context), folder, load_format, seed)
+    draft = _filled(target, lengths, lambda context: DFlashDraft(lengths, context), folder, load_format, seed)
     draft.gather_entry_rows()
     return draft
 
@@ -74,9 +75,10 @@ def load_eagle3(
     if load_format != "dummy" and folder is not None:
         own = not {"embed_tokens.weight", "model.embed_tokens.weight"}.isdisjoint(locate_tensors(Path(folder)))
     return fill(
-        lambda: Eagle3Draft(lengths, _context(target), own_embedding=own),
+        lambda plan: Eagle3Draft(lengths, _context(target, plan), own_embedding=own),
         folder,
         load_format=load_format,
+        quantization=lengths.model.quantization,
         device=target.final_norm.weight.device,
         seed=seed,
         but=but,
@@ -159,7 +161,7 @@ def _mtp(
 ) -> MTPDraft:
     made = BlocksDraft if config.blocks else MTPDraft if config.layer is None else NextNDraft
     but = () if config.layer is None else repeated_tensors(config.layer)
-    return _filled(target, lambda context: made(config, context), folder, load_format, seed, prefix, but)
+    return _filled(target, config, lambda context: made(config, context), folder, load_format, seed, prefix, but)
 
 
 def own_draft_ids(
@@ -211,7 +213,7 @@ def load_head(
     hidden, device = target.config.hidden_size, target.final_norm.weight.device
     size = target.config.vocab_size if ids is None else len(ids)
     parts = fill(
-        lambda: _OwnHead(size, hidden, _context(target)),
+        lambda plan: _OwnHead(size, hidden, _context(target, plan)),
         folder,
         load_format=load_format,
         device=device,
@@ -233,15 +235,16 @@ class _OwnHead(CheckpointParts):
         self.lm_head = LMHead(size, hidden, context)
 
 
-def _context(target: Decoder) -> ModelContext:
+def _context(target: Decoder, plan: WeightPlan) -> ModelContext:
     """Experts of a drafter are spread over the ranks of a group, also where groups share those of the target: a group
     then guesses whenever it likes, and the others need not take part."""
     experts = replace(target.expert_split, exchange=None)
-    return ModelContext(target.collectives, target.kernels, target.dtype, experts)
+    return ModelContext(target.collectives, target.kernels, target.dtype, experts, plan=plan)
 
 
 def _filled(
     target: Decoder,
+    config: AnyConfig,
     make: Callable[[ModelContext], Draft],
     folder: str | Path | None,
     load_format: str,
@@ -249,12 +252,12 @@ def _filled(
     prefix: str = "",
     but: tuple[str, ...] = (),
 ) -> Draft:
-    context, device = _context(target), target.final_norm.weight.device
     return fill(
-        lambda: make(context),
+        lambda plan: make(_context(target, plan)),
         folder,
         load_format=load_format,
-        device=device,
+        quantization=config.model.quantization,
+        device=target.final_norm.weight.device,
         seed=seed,
         prefix=prefix,
         but=(*but, *MAPS, HEAD) if _maps_ids(folder, load_format) else but,

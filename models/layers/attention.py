@@ -48,7 +48,7 @@ class Attention(Mixer[Tensor]):
         hidden, dim = config.hidden_size, config.head_dim
         self.kernels = context.kernels
         self.cos_sin_LR = cos_sin_LR
-        self.head_dim = dim
+        self.head_dim, self.dtype = dim, context.dtype
         self.scale = dim**-0.5
         self.norm = norm
         packed = GatedQKVParallel if output_gate else QKVParallel
@@ -63,7 +63,7 @@ class Attention(Mixer[Tensor]):
 
     @property
     def cache(self) -> PagedKV:
-        return PagedKV(self.kv_heads, self.head_dim, self.qkv.weight.format.dtype)
+        return PagedKV(self.kv_heads, self.head_dim, self.dtype)
 
     def forward(
         self,

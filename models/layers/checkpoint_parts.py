@@ -40,6 +40,10 @@ class CheckpointParts(nn.Module):
         """Checkpoint tensors that may be there but only repeat another one."""
         return {}
 
+    def leaves_unread(self, name: str) -> bool:
+        """Whether a checkpoint tensor is another model's, which is loaded apart."""
+        return False
+
     def _spellings(
         self, path: str, layout: Mapping[str, Shard | ScatteredShard]
     ) -> list[dict[str, Shard | ScatteredShard]]:

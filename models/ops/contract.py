@@ -33,6 +33,7 @@ class Ops:
 
     name: str = ""
     slower: str | None = None  # why every operation is slower than it could be on its device; None where it is not
+    fp8_activations: str = "auto"  # as EngineConfig has it; "auto" of plain torch multiplies them as they are
     expert_tile: int = 1  # a rank's features of an expert are padded with zeros to a multiple
     # What a model calls, or what its compositions come down to.
     operations: ClassVar[tuple[str, ...]] = (

@@ -28,6 +28,7 @@ def select_kernels(
     *,
     deterministic: bool = False,
     depth: int = 2,
+    fp8_activations: str = "auto",
 ) -> Ops:
     """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
@@ -35,11 +36,14 @@ def select_kernels(
     (prefill_choice.py); ``Ops.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     ``deterministic``: batch-invariant ones, of which there is one set a kind of device; the reference, which is not,
     where they cannot run. ``depth``: steps in flight besides the one that lands next, for which FlashInfer's plans have
-    places.
+    places. ``fp8_activations``: as EngineConfig has it.
     """
     device = torch.device(device)
+    kernels: Ops
     if device.type == "cpu":
-        return reference_ops(deterministic=deterministic)
+        kernels = reference_ops(deterministic=deterministic)
+        kernels.fp8_activations = fp8_activations
+        return kernels
     try:  # here: triton exists on GPU machines only
         from models.ops.nvidia import InvariantNvidiaOps, NvidiaOps, unsupported
     except ImportError as missing:
@@ -50,6 +54,7 @@ def select_kernels(
     if deterministic:
         return InvariantNvidiaOps(device)
     kernels = NvidiaOps(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
+    kernels.fp8_activations = kernels.matmul.fp8_activations = fp8_activations
     kernels.prepare_prefill(dtype, head_dim)
     return kernels
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.kernels.matmul import autotune, choice_table, skinny
-from models.kernels.matmul.candidates import default_choice, quick_candidates, worth_measuring
+from models.kernels.matmul import autotune, choice_table, norm, skinny
+from models.kernels.matmul.candidates import default_choice, fp8_candidates, quick_candidates, worth_measuring
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
@@ -37,6 +37,7 @@ class TunedProducts:
     ``choices`` overrules the shipped table. Takes 128 MiB of device memory for workspaces.
     """
 
+    fp8_activations = "auto"  # see EngineConfig
     _measured_here = True  # on this model of GPU, where what was measured runs as it is
 
     def __init__(self, device: torch.device, traits: DeviceTraits, choices: ChoiceTable | None = None) -> None:
@@ -74,29 +75,41 @@ class TunedProducts:
     # The ops below are those of models/ops/contract.py.
 
     def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        if weight.parts:
+            return torch.cat([self.linear(x_TN, part) for part in weight.parts], -1)
         return self._run(x_TN, weight, False, False)[0](x_TN.contiguous(), weight)[0]
 
     def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+        if weight.parts:
+            return self.linear(x_TN, weight), False
         run, pushes = self._run(x_TN, weight, False, False)
         return run(x_TN.contiguous(), weight, buffers=buffers if pushes else None)[0], pushes
 
     def add_norm_linear(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
+        if weight.parts:
+            hidden_TN = norm.rms_norm(x_TN.contiguous(), residual_TN, norm_N, eps, self.pdl)
+            return self.linear(hidden_TN, weight), x_TN if residual_TN is None else residual_TN
         return self._run(x_TN, weight, True, False)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
 
     def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+        if weight.parts:
+            return norm.silu_mul(self.linear(x_TN, weight), self.pdl)
         return self._run(x_TN, weight, False, True)[0](x_TN.contiguous(), weight)[0]
 
     def add_norm_gate_up(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
+        if weight.parts:
+            hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
+            return norm.silu_mul(hidden_T2I, self.pdl), residual_TN
         return self._run(x_TN, weight, True, True)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
 
     def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
         rows = x_TN.shape[0]
-        if rows <= LARGE_STEP or down.bias is not None:
+        if rows <= LARGE_STEP or down.bias is not None or down.parts:
             return self.linear(self.gate_up(x_TN, gate_up), down)
         x_TN = x_TN.contiguous()
         size = slice_rows(rows)
@@ -109,7 +122,7 @@ class TunedProducts:
 
     def _run(self, x_TN: Tensor, weight: Weight, normed: bool, gate_up: bool) -> tuple[Product, bool]:
         """See products.product."""
-        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up)
+        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up, weight.format.block)
         found = self._runs.get(key)
         if found is None:
             shape = LinearShape(*key)
@@ -138,6 +151,8 @@ class TunedProducts:
     def _resolve(self, shape: LinearShape) -> Choice:
         if (found := self._measured(shape)) is not None:
             return found
+        if shape.block is not None:
+            return self.candidates(shape)[0]
         if self._chosen_cannot_run(shape):
             return Blas()  # an algorithm of cuBLASLt won: cuBLAS's own choice is nearest to it
         found = default_choice(shape, self.traits)
@@ -207,7 +222,11 @@ class TunedProducts:
 
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
-        tried = (choice for row in ROWS.values() if row.variants for choice in row.variants(self, shape))
+        tried: Iterable[Choice]
+        if shape.block is not None:
+            tried = fp8_candidates(shape, self.traits)
+        else:
+            tried = (choice for row in ROWS.values() if row.variants for choice in row.variants(self, shape))
         return [choice for choice in tried if self._fits(shape, choice)]
 
     def runner(self, shape: LinearShape) -> autotune.Run:
@@ -220,6 +239,8 @@ class TunedProducts:
         )[0]
 
     def _quickly(self, shape: LinearShape) -> list[Choice]:
+        if shape.block is not None:
+            return [choice for choice in quick_candidates(shape, (), self.traits) if self._fits(shape, choice)]
         return quick_candidates(shape, algorithms(self, shape), self.traits)
 
     def can_run(self, shape: LinearShape, choice: Choice) -> bool:

@@ -74,6 +74,6 @@ def _rows(weight: Weight, vocab: VocabShard, token_ids_T: Tensor, placement: Sha
 
 def _vocab_weight(vocab: VocabShard, hidden_size: int, placement: ShardContext) -> Weight:
     """[width, N] with zero padding rows: they take part in the product, so they must be finite."""
-    weight = placement.weight(vocab.width, hidden_size)
+    weight = placement.weight(vocab.width, hidden_size, fixed=True)
     weight.data[vocab.rows :].zero_()
     return weight

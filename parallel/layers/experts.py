@@ -54,7 +54,7 @@ class Router(ShardedModule):
 
     def __init__(self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = placement.weight(experts, hidden)
+        self.weight = placement.weight(experts, hidden, fixed=True)
         self.bias: nn.Parameter | None = None
         if bias:
             wide = torch.promote_types(placement.dtype, torch.float32)

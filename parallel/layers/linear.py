@@ -8,10 +8,10 @@ Shape letters: T tokens, N hidden size, I intermediate size, O outputs of this r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
@@ -48,8 +48,8 @@ class StackedColumns(ShardedModule):
         super().__init__()
         self.pieces = tuple(pieces)
         self.placement = placement
-        outputs = sum(piece.count for piece in pieces)
-        self.weight = placement.weight(outputs, inputs, bias=bias)
+        counts = [piece.count for piece in pieces]
+        self.weight = placement.weight(sum(counts), inputs, bias=bias, parts=counts)
 
     def forward(self, x_TN: Tensor) -> Tensor:
         return self.placement.kernels.linear(x_TN, self.weight)
@@ -124,7 +124,8 @@ class GatedQKVParallel(QKVParallel):
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         found: dict[str, Shard | ScatteredShard] = {**super().shards()}
-        for (kind, packed), (_, gate) in zip(self.weight.tensors, self.gate.tensors, strict=True):
+        queries = self.weight.rows(0, self.gate.outputs)
+        for (kind, packed), (_, gate) in zip(queries.tensors, self.gate.tensors, strict=True):
             found[f"q.{kind}"] = self._queries_and_gates(packed, gate)
         return found
 
@@ -163,7 +164,7 @@ class DeltaProjection(ShardedModule):
         self.heads, self.k_dim, self.v_dim, self.interleaved = heads, k_dim, v_dim, interleaved
         k, v, h = heads.local_kv_heads * k_dim, heads.local_heads * v_dim, heads.local_heads
         self.widths = (k, k, v, v, h, h)
-        self.weight = placement.weight(sum(self.widths), inputs)
+        self.weight = placement.weight(sum(self.widths), inputs, parts=self.widths)
 
     @property
     def conv_segments(self) -> list[tuple[int, int]]:
@@ -174,7 +175,8 @@ class DeltaProjection(ShardedModule):
         return [(first_k, k), (keys + first_k, k), (2 * keys + first_v, v)]
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
-        q, k, v, z, b, a = torch.split(self.weight.data, list(self.widths))
+        starts = itertools.accumulate(self.widths, initial=0)
+        q, k, v, z, b, a = (self.weight.rows(*part).data for part in zip(starts, self.widths, strict=False))
         heads, inputs = self.heads, self.weight.inner
         first_v = heads.first_head * self.v_dim
         if not self.interleaved:

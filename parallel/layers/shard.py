@@ -6,8 +6,8 @@ Does not know: files (models/weights.py), checkpoint names (the table beside eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
 from parallel.comm.peer_buffers import PeerBuffers
-from parallel.layers.weight import Weight, plain
+from parallel.layers.weight import PlannedWeight, Weight, WeightFormat, WeightPlan, plain
 
 
 class Sliceable(Protocol):
@@ -53,6 +53,7 @@ class ShardContext:
     collectives: Collectives
     kernels: LinearKernel
     dtype: torch.dtype
+    plan: WeightPlan = field(default_factory=WeightPlan, kw_only=True)
 
     @property
     def rank(self) -> int:
@@ -67,9 +68,30 @@ class ShardContext:
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
-    def weight(self, *shape: int, bias: bool = False) -> Weight:
-        """An uninitialised matrix [..., outputs, inner] on the default device, of parameters without gradient."""
-        return Weight(self.parameter(*shape), plain(self.dtype), self.parameter(shape[-2]) if bias else None)
+    def weight(self, *shape: int, bias: bool = False, parts: Sequence[int] = (), fixed: bool = False) -> Weight:
+        """An uninitialised matrix [..., outputs, inner] on the default device, of parameters without gradient.
+
+        Its format is the next of the ``plan``. ``parts``: how many outputs come from each checkpoint matrix that may
+        have a format of its own. ``fixed``: always in the model's dtype.
+        """
+        *experts, outputs, inner = shape
+        counts = tuple(parts) or (outputs,)
+        runs: list[tuple[WeightFormat | None, int]] = []
+        for form, count in zip(self.plan.next_formats(len(counts)), counts, strict=True):
+            if runs and runs[-1][0] == form:
+                count += runs.pop()[1]
+            runs.append((form, count))
+        made = Weight.joined([self._weight((*experts, count, inner), form, bias) for form, count in runs])
+        self.plan.made.append(PlannedWeight(made, counts, fixed))
+        return made
+
+    def _weight(self, shape: tuple[int, ...], form: WeightFormat | None, bias: bool) -> Weight:
+        bias_O = self.parameter(shape[-2]) if bias else None
+        if form is None:
+            return Weight(self.parameter(*shape), plain(self.dtype), bias_O)
+        data = nn.Parameter(torch.empty(shape, dtype=form.dtype), requires_grad=False)
+        scale = nn.Parameter(torch.ones(*shape[:-2], *form.grid(*shape[-2:])), requires_grad=False)
+        return Weight(data, form, bias_O, scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How the numbers of a matrix are stored. ``name``: in keys of tuned tables. ``dtype``: of what is stored."""
+    """How the numbers of a matrix are stored. ``name``: in keys of tuned tables. ``dtype``: of what is stored.
+
+    ``block``: rows and columns that share a float32 scale, by which what is stored is multiplied; 0 columns: a whole
+    row. None: the numbers themselves are stored.
+    """
 
     name: str
     dtype: torch.dtype
+    block: tuple[int, int] | None = None
+
+    def grid(self, outputs: int, inner: int) -> tuple[int, int]:
+        """Scales of a matrix [outputs, inner]; blocks at its edges may be ragged."""
+        if self.block is None:
+            return 0, 0
+        rows, columns = self.block
+        return -(-outputs // rows), -(-inner // (columns or inner))
 
     def nbytes(self, *shape: int) -> int:
-        """Bytes of a matrix [..., outputs, inner]."""
-        return math.prod(shape) * self.dtype.itemsize
+        """Bytes of a matrix [..., outputs, inner], with its scales."""
+        scales = math.prod((*shape[:-2], *self.grid(*shape[-2:]))) * torch.float32.itemsize
+        return math.prod(shape) * self.dtype.itemsize + scales
 
 
 @functools.cache
@@ -33,19 +46,38 @@ def plain(dtype: torch.dtype) -> WeightFormat:
     return WeightFormat(str(dtype).removeprefix("torch."), dtype)
 
 
+@functools.cache
+def fp8(rows: int, columns: int) -> WeightFormat:
+    """float8_e4m3fn codes with a scale for each block; 0 columns: for each ``rows`` rows."""
+    return WeightFormat(f"fp8_{rows}x{columns or 'all'}", torch.float8_e4m3fn, (rows, columns))
+
+
+def block_of(name: str) -> tuple[int, int]:
+    """The block of a format that ``fp8`` named. Raises ValueError."""
+    rows, columns = name.removeprefix("fp8_").split("x")
+    return int(rows), 0 if columns == "all" else int(columns)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A matrix W of products x W^T (+ bias). ``data``: [outputs, inner], or [G, outputs, inner] of G experts; ``bias``:
-    [outputs]."""
+    [outputs]; ``scale``: float32, the grid of the format, with G in front likewise.
+
+    ``parts``: rows in different formats, one part after another; ``data`` is empty then.
+    """
 
     data: Tensor
     format: WeightFormat
     bias: Tensor | None = None
+    scale: Tensor | None = None
+    parts: tuple[Weight, ...] = ()
     outputs: int = field(init=False)
     inner: int = field(init=False)
 
     def __post_init__(self) -> None:
         *_, outputs, inner = self.data.shape
+        if self.parts:
+            outputs, inner = sum(part.outputs for part in self.parts), self.parts[0].inner
         object.__setattr__(self, "outputs", outputs)
         object.__setattr__(self, "inner", inner)
 
@@ -55,11 +87,20 @@ class Weight:
         return cls(data, plain(data.dtype), bias)
 
     @classmethod
+    def joined(cls, parts: Sequence[Weight]) -> Weight:
+        """Parts one after another, sharing memory; one part is itself."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(parts[0].data[:0], parts[0].format, parts=tuple(parts))
+
+    @classmethod
     def stacked(cls, weights: Sequence[Weight]) -> Weight:
         """A copy of the rows of several of one format, with a bias if each has one."""
         biases = [weight.bias for weight in weights if weight.bias is not None]
         bias = torch.cat(biases) if len(biases) == len(weights) else None
-        return cls(torch.cat([weight.data for weight in weights]), weights[0].format, bias)
+        scales = [weight.scale for weight in weights if weight.scale is not None]
+        data = torch.cat([weight.data for weight in weights])
+        return cls(data, weights[0].format, bias, torch.cat(scales) if scales else None)
 
     @property
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -68,11 +109,68 @@ class Weight:
         if self.bias is not None:
             yield "bias", self.bias
 
+    def matrix(self, expert: int) -> Weight:
+        """One of the experts', sharing memory."""
+        return Weight(self.data[expert], self.format, None, None if self.scale is None else self.scale[expert])
+
     def rows(self, first: int, count: int) -> Weight:
-        """Outputs [first, first + count), sharing memory."""
-        here = slice(first, first + count)
-        return Weight(self.data[here], self.format, None if self.bias is None else self.bias[here])
+        """Outputs [first, first + count), sharing memory. Raises ValueError where that cuts a block of scales."""
+        if self.parts:
+            return Weight.joined(list(self._rows_of_parts(first, count)))
+        here, scale = slice(first, first + count), self.scale
+        if self.format.block is not None and scale is not None:
+            rows = self.format.block[0]
+            if first % rows or (count % rows and first + count != self.outputs):
+                raise ValueError(f"outputs {first} to {first + count} cut a block of {rows} that share a scale")
+            scale = scale[first // rows : -(-(first + count) // rows)]
+        return Weight(self.data[here], self.format, None if self.bias is None else self.bias[here], scale)
+
+    def _rows_of_parts(self, first: int, count: int) -> Iterator[Weight]:
+        begin = 0
+        for part in self.parts:
+            start, stop = max(first, begin) - begin, min(first + count, begin + part.outputs) - begin
+            if start < stop:
+                yield part.rows(start, stop - start)
+            begin += part.outputs
 
     @property
     def unbiased(self) -> Weight:
-        return Weight(self.data, self.format) if self.bias is not None else self
+        parts = tuple(part.unbiased for part in self.parts)
+        return Weight(self.data, self.format, None, self.scale, parts)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that are meant: ``data`` itself where it has no scales, else codes times scales in ``dtype``."""
+        if self.parts:
+            return torch.cat([part.plain(dtype) for part in self.parts])
+        if self.scale is None or self.format.block is None:
+            return self.data
+        rows, columns = self.format.block
+        wide = self.scale.repeat_interleave(rows, -2)[..., : self.outputs, :]
+        wide = wide.repeat_interleave(columns or self.inner, -1)[..., : self.inner]
+        return (self.data.float() * wide).to(dtype)
+
+
+class WeightPlan:
+    """The formats of a model's matrices, in the order in which its layers make them.
+
+    A model is built twice: first without memory (on the meta device), which notes its matrices in ``made``, then with
+    the ``formats`` that its checkpoint asks for.
+    """
+
+    def __init__(self, formats: Sequence[tuple[WeightFormat | None, ...]] = ()) -> None:
+        self.made: list[PlannedWeight] = []
+        self._formats = formats
+
+    def next_formats(self, parts: int) -> tuple[WeightFormat | None, ...]:
+        """For each part of the next matrix; None for that of the model's other parameters."""
+        number = len(self.made)
+        return self._formats[number] if number < len(self._formats) else (None,) * parts
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWeight:
+    """``parts``: outputs of each part that a checkpoint may store in another format. ``fixed``: never quantised."""
+
+    weight: Weight
+    parts: tuple[int, ...]
+    fixed: bool

@@ -105,7 +105,7 @@ def compile_share(index: int, share: int, layer: Layer, rows: list[int]) -> None
     no_expert = torch.full((16, layer.choices), -1, dtype=torch.int32, device=DEVICE)
     x, scores = layer.tokens(16), torch.zeros(16, layer.choices, device=DEVICE)
     empty = torch.empty(1, dtype=layer.dtype, device=DEVICE)
-    up, down = (empty.expand(layer.held, *size) for size in products(layer).values())
+    up, down = (Weight.of(empty.expand(layer.held, *size)) for size in products(layer).values())
     given = partial(expert_mlp, x, up, down, scores, no_expert, True, all_experts=layer.experts)
     todo: dict[Any, Callable[[], Any]] = {}
     for count in rows:
@@ -124,7 +124,7 @@ def compile_share(index: int, share: int, layer: Layer, rows: list[int]) -> None
 class TileBench:
     """``rows`` tokens before layers of experts, each of which chose its own."""
 
-    def __init__(self, layer: Layer, weights: list[tuple[Tensor, Tensor]], chosen: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layer: Layer, weights: list[tuple[Weight, Weight]], chosen: list[tuple[Tensor, Tensor]]) -> None:
         self._layer, self._weights, self._chosen = layer, weights, chosen
         self._rows = chosen[0][0].shape[0]
         self._x = layer.tokens(self._rows)
@@ -233,9 +233,8 @@ def main() -> None:
         asked = sum(len(set(local_TC[local_TC >= 0].tolist())) for _, local_TC in chosen) / LAYERS
         route_us = microseconds(lambda number: routed(number)[0])
         lists_us = microseconds(lambda number: pairs_by_expert(chosen[number][1], layer.held, True)[0])  # noqa: B023
-        matrices = [(Weight.of(gate_up), Weight.of(down)) for gate_up, down in weights]
         layer_us = microseconds(
-            lambda number: kernels.expert_mlp(x, *matrices[number], *routed(number), all_experts=layer.experts)  # noqa: B023
+            lambda number: kernels.expert_mlp(x, *weights[number], *routed(number), all_experts=layer.experts)  # noqa: B023
         )
         moved = asked * expert_bytes / 1e6
         print(

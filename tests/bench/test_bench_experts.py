@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or
 
 from models.kernels.experts import grouped_tma, streamed
 from models.kernels.experts.tiles import LongListTiles, Tiles
+from parallel.layers.weight import Weight
 from tests.bench import expert_timing
 from tests.bench import experts as bench_experts
 from tests.bench.expert_timing import LAYERS
@@ -136,7 +137,7 @@ def test_a_kernel_that_computes_something_else_ends_it(monkeypatch: pytest.Monke
 
 
 def bench(layer: Layer) -> TileBench:
-    empty = torch.empty(0)
+    empty = Weight.of(torch.empty(0, 0))
     return TileBench(layer, [(empty, empty)] * LAYERS, [layer.chosen(32) for _ in range(LAYERS)])
 
 

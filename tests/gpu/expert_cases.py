@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel.layers.weight import Weight
+
 SHAPES = {  # hidden size, intermediate size, experts, chosen
     "30b-a3b": (2048, 768, 128, 8),
     "mixtral-8x7b": (4096, 14336, 8, 2),
@@ -28,11 +30,11 @@ class Layer:
     dtype: torch.dtype
     device: str = "cuda"
 
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def weights(self) -> tuple[Weight, Weight]:
         """gate_up [G, 2I, N] and down [G, N, I] that keep activations near 1."""
         gate_up = torch.empty(self.held, 2 * self.inner, self.hidden, dtype=self.dtype, device=self.device)
         down = torch.empty(self.held, self.hidden, self.inner, dtype=self.dtype, device=self.device)
-        return gate_up.normal_(std=self.hidden**-0.5), down.normal_(std=self.inner**-0.5)
+        return Weight.of(gate_up.normal_(std=self.hidden**-0.5)), Weight.of(down.normal_(std=self.inner**-0.5))
 
     def tokens(self, count: int) -> Tensor:
         return torch.randn(count, self.hidden, device=self.device).to(self.dtype)

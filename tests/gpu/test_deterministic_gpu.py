@@ -190,7 +190,7 @@ def test_products_in_float32(kernels: InvariantNvidia) -> None:
 def test_experts(kernels: InvariantNvidia) -> None:
     """30B-A3B's: lists of one token and of hundreds, in tiles for either."""
     layer = Layer(2048, 768, 128, 128, 8, BF16)
-    x, matrices, (weights, local) = layer.tokens(4096), map(Weight.of, layer.weights()), layer.chosen(4096)
+    x, matrices, (weights, local) = layer.tokens(4096), layer.weights(), layer.chosen(4096)
     gate_up, down = matrices
 
     def mlp(rows: Tensor) -> Tensor:

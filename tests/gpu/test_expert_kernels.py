@@ -69,18 +69,18 @@ def test_expert_mlp(kernels: Nvidia, layer: Layer, tokens: int) -> None:
     weights, chosen = layer.chosen(tokens)
     if tokens > 1:
         x[-1], chosen[-1] = math.nan, -1
-    found = kernels.expert_mlp(x, Weight.of(gate_up), Weight.of(down), weights, chosen, all_experts=layer.experts)
+    found = kernels.expert_mlp(x, gate_up, down, weights, chosen, all_experts=layer.experts)
     expected = REFERENCE.expert_mlp(
         x.double(),
-        Weight.of(gate_up.double()),
-        Weight.of(down.double()),
+        Weight.of(gate_up.data.double()),
+        Weight.of(down.data.double()),
         weights.double(),
         chosen,
         all_experts=layer.experts,
     )
     error = float((found.double() - expected).norm() / (expected.norm() + 1e-30))
     assert error < TOLERANCE[layer.dtype]
-    again = kernels.expert_mlp(x, Weight.of(gate_up), Weight.of(down), weights, chosen, all_experts=layer.experts)
+    again = kernels.expert_mlp(x, gate_up, down, weights, chosen, all_experts=layer.experts)
     assert torch.equal(found, again), "the same bits every time"
     if tokens > 1:
         assert not found[-1].any()
@@ -122,7 +122,7 @@ def test_one_graph_serves_every_routing(kernels: Nvidia, tokens: int) -> None:
 
     def run() -> torch.Tensor:
         routed = kernels.route_top_k(logits, 8, True, local, real)
-        return kernels.expert_mlp(x, Weight.of(gate_up), Weight.of(down), *routed, all_experts=QWEN.experts)
+        return kernels.expert_mlp(x, gate_up, down, *routed, all_experts=QWEN.experts)
 
     side = Stream()
     side.wait_stream(torch.cuda.current_stream())

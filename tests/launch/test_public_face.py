@@ -71,7 +71,7 @@ def test_the_public_names_are_what_they_say() -> None:
 def test_the_engine_has_everything_a_front_end_needs() -> None:
     needed = {name for name in vars(EngineProtocol) if not name.startswith("_")}
     assert needed
-    assert {name for name in needed if not hasattr(lockstride.Engine, name)} <= {"config", "model_config"}
+    assert {name for name in needed if not hasattr(lockstride.Engine, name)} <= {"config", "model_config", "stopped"}
 
 
 def test_steps_are_chained_unless_somebody_asks_for_the_serial_engine() -> None:

@@ -203,7 +203,7 @@ def test_partial_rotation() -> None:
         ({"architectures": None}, "'architectures' must name one architecture"),
         ({"architectures": ["A", "B"]}, "'architectures' must name one architecture"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'quant_method' 'gptq' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention"),
         (

@@ -18,6 +18,8 @@ dependent_launch.py.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +27,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.route import pairs_by_expert
+from models.kernels.experts.streamed import expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
+from models.kernels.matmul.codes import quantised
 from models.kernels.traits import H200
+from parallel.layers.weight import Weight
 
 # Batch-invariant: in a tile of any size a sum is one accumulator over K in ascending order, never split
 
@@ -57,7 +62,8 @@ def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.conste
 def _grouped_kernel(
     in_ptr,  # [T, K] tokens, or [T * C, K] pairs
     weight_ptr,  # [G, O or 2 * O with GATED, K]
-    scale_ptr,  # [T * C] float32, with SCALE
+    scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
+    share_ptr,  # [T * C] float32, without GATE_UP
     order_ptr,
     counts_ptr,
     out_ptr,  # [T * C, O]
@@ -72,6 +78,9 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
+    SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K, or all columns
+    NARROW: tl.constexpr,  # quantise activations, each row's BLOCK_K by themselves, and multiply 8-bit codes
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
     PRECISION: tl.constexpr,
@@ -90,10 +99,15 @@ def _grouped_kernel(
         pairs = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
         rows = pairs // CHOICES if GATE_UP else pairs
         tile_rows = tl.arange(0, BLOCK_O)
+        all_rows = 2 * outputs if GATED else outputs
         if GATED:  # tile rows 2j and 2j+1 are gate row j and up row j
-            weight_rows = expert.to(tl.int64) * 2 * outputs + tile * width + tile_rows // 2 + (tile_rows % 2) * outputs
+            own_rows = tile * width + tile_rows // 2 + (tile_rows % 2) * outputs
         else:
-            weight_rows = expert.to(tl.int64) * outputs + tile * width + tile_rows
+            own_rows = tile * width + tile_rows
+        weight_rows = expert.to(tl.int64) * all_rows + own_rows
+        scales = expert_scales(scales_ptr, expert, all_rows, K, SCALE_ROWS, SCALE_COLUMNS)
+        if SCALE_ROWS > 0:
+            scales += own_rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS)
         cols = tl.arange(0, BLOCK_K)
         weights = weight_ptr + weight_rows[:, None] * K + cols[None, :]
         inputs = in_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
@@ -101,7 +115,15 @@ def _grouped_kernel(
         for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
             w = tl.load(weights + step * BLOCK_K)
             x = tl.load(inputs + step * BLOCK_K, mask=asked[:, None], other=0.0)
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+            if SCALE_ROWS == 0:
+                acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+            else:
+                factor = tl.load(scales + step * BLOCK_K // SCALE_COLUMNS)[:, None]
+                if NARROW:
+                    x, most = quantised(x)
+                    acc += tl.dot(w, tl.trans(x)) * (factor * most[None, :])
+                else:
+                    acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
         if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
@@ -110,7 +132,7 @@ def _grouped_kernel(
             result = tl.maximum(result, 0.0)
             result = result * result
         else:
-            result = result * tl.load(scale_ptr + pairs, mask=asked, other=0.0)[:, None]
+            result = result * tl.load(share_ptr + pairs, mask=asked, other=0.0)[:, None]
         where = pairs.to(tl.int64)[:, None] * outputs + tile * width + tl.arange(0, width)[None, :]
         tl.store(out_ptr + where, result.to(out_ptr.dtype.element_ty), mask=asked[:, None])
 
@@ -148,8 +170,8 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 
 def expert_mlp(
     x_TN: Tensor,
-    gate_up_G2IN: Tensor,
-    down_GNI: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights_TC: Tensor,
     local_TC: Tensor,
     pdl: bool,
@@ -157,22 +179,23 @@ def expert_mlp(
     *,
     all_experts: int,
     shared_bytes: int = H200.shared_bytes,
+    narrow: bool = False,
 ) -> Tensor:
-    """See models/ops/contract.py. ``tiles``: of gate-up and of down; by default those of tiles.py that fit a program's
-    ``shared_bytes`` (DeviceTraits)."""
+    """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
+    program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises activations, too."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
-    experts, hidden, inner = down_GNI.shape
+    experts, hidden, inner = down.data.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
     mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
-    up_rows = gate_up_G2IN.shape[1]
+    up_rows = gate_up.outputs
     up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, up_rows, shared_bytes=shared_bytes)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    _grouped(x_TN, gate_up_G2IN, None, hidden_PI, *lists, up_tiles)
+    _grouped(x_TN, gate_up, None, hidden_PI, *lists, up_tiles, narrow)
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
-    _grouped(hidden_PI, down_GNI, weights_TC, terms_PN, *lists, down_tiles)
+    _grouped(hidden_PI, down, weights_TC, terms_PN, *lists, down_tiles, narrow)
     return combined(terms_PN[None], local_TC, pdl)
 
 
@@ -198,21 +221,27 @@ def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
 
 def _grouped(
     in_RK: Tensor,
-    weight_GOK: Tensor,
-    scale: Tensor | None,
+    weight: Weight,
+    share_TC: Tensor | None,
     out_PO: Tensor,
     order_GT: Tensor,
     counts_G: Tensor,
     choices: int,
     pdl: bool,
     tiles: Tiles,
+    narrow: bool,
 ) -> None:
-    experts, weight_rows, inner = weight_GOK.shape
+    experts, weight_rows, inner = weight.data.shape
+    scale_rows, scale_columns = weight.format.block or (0, 0)
+    narrow = narrow and scale_columns >= 32  # of a tensor core's product of 8-bit codes
+    block_k = scale_columns if narrow else math.gcd(tiles.block_k, scale_columns or tiles.block_k)
+    stages = tiles.stages if block_k <= tiles.block_k else max(2, tiles.stages * tiles.block_k // block_k)
     capacity = order_GT.shape[1]
     _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
         in_RK,
-        weight_GOK,
-        order_GT if scale is None else scale,
+        weight.data,
+        order_GT if weight.scale is None else weight.scale,
+        order_GT if share_TC is None else share_TC,
         order_GT,
         counts_G,
         out_PO,
@@ -224,10 +253,13 @@ def _grouped(
         BLOCK_G=triton.next_power_of_2(experts),
         BLOCK_M=tiles.block_m,
         BLOCK_O=tiles.block_o,
-        BLOCK_K=tiles.block_k,
-        STAGES=tiles.stages,
+        BLOCK_K=block_k,
+        STAGES=stages,
         GROUP=tiles.group,
-        GATE_UP=scale is None,
+        SCALE_ROWS=scale_rows,
+        SCALE_COLUMNS=scale_columns or inner,
+        NARROW=narrow,
+        GATE_UP=share_TC is None,
         GATED=weight_rows > out_PO.shape[1],
         PRECISION="ieee" if in_RK.dtype == torch.float32 else "tf32",
         PDL=pdl,

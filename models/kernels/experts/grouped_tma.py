@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from models.kernels.experts.grouped import block_and_tile, combined, most_programs
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.tiles import LongListTiles, Tiles
+from parallel.layers.weight import Weight
 
 _COPIED = 4  # tokens that a copying program has
 
@@ -136,17 +137,18 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 
 def expert_mlp(
     x_TN: Tensor,
-    gate_up_G2IN: Tensor,
-    down_GNI: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights_TC: Tensor,
     local_TC: Tensor,
     pdl: bool,
     tiles: LongListTiles,
 ) -> Tensor:
-    """See models/ops/contract.py."""
+    """See models/ops/contract.py. Of weights without scales."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
+    gate_up_G2IN, down_GNI = gate_up.data, down.data
     experts, hidden, inner = down_GNI.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     ordered_PN = x_TN.new_empty(tokens * choices, hidden)
@@ -170,16 +172,16 @@ def expert_mlp(
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     if gate_up_G2IN.shape[1] > inner:
         box = [2, tiles.gate_up.block_o // 2, tiles.gate_up.block_k]
-        gate_up = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
+        gate_up_desc = TensorDescriptor(gate_up_G2IN, [2 * experts, inner, hidden], [inner * hidden, hidden, 1], box)
     else:
         box = [tiles.gate_up.block_o, tiles.gate_up.block_k]
-        gate_up = TensorDescriptor(gate_up_G2IN, [experts * inner, hidden], [hidden, 1], box)
-    _grouped(ordered_PN, gate_up, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
+        gate_up_desc = TensorDescriptor(gate_up_G2IN, [experts * inner, hidden], [hidden, 1], box)
+    _grouped(ordered_PN, gate_up_desc, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
     del ordered_PN  # where down is not split, the terms reuse its memory, so that a step needs no more than grouped.py
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]
-    down = TensorDescriptor(down_GNI, [experts * hidden, inner], [inner, 1], box)
-    _grouped(hidden_PI, down, weights_TC, terms_SPN, *lists, tiles.down, tiles.programs, tiles.split)
+    down_desc = TensorDescriptor(down_GNI, [experts * hidden, inner], [inner, 1], box)
+    _grouped(hidden_PI, down_desc, weights_TC, terms_SPN, *lists, tiles.down, tiles.programs, tiles.split)
     return combined(terms_SPN, local_TC, pdl)
 
 

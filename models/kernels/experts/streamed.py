@@ -18,12 +18,45 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
 from models.kernels.traits import H200
+from parallel.layers.weight import Weight
+
+
+@triton.jit
+def expert_scales(scales_ptr, expert, rows, K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
+    """Address of the first scale of an expert's matrix [rows, K]."""
+    first = scales_ptr
+    if SCALE_ROWS > 0:
+        first += expert.to(tl.int64) * ((rows + SCALE_ROWS - 1) // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS))
+    return first
+
+
+@triton.jit
+def _sums(
+    x,
+    weights,
+    rows,
+    scales,
+    chunk: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+):
+    """Of one chunk of K: products of x [1, CHUNK] and the weights of ``rows``, summed by VECTOR, scaled."""
+    w = tl.load(weights + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+    found = tl.sum(tl.reshape(x * w, (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
+    if SCALE_ROWS > 0:
+        columns = (chunk * CHUNK + tl.arange(0, CHUNK // VECTOR) * VECTOR) // SCALE_COLUMNS
+        found *= tl.load(scales + (rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS))[:, None] + columns[None, :])
+    return found
 
 
 @triton.jit
 def _streamed_gate_up_kernel(
     x_ptr,
     weight_ptr,
+    scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
     chosen_ptr,
     hidden_ptr,  # [T * C, I]
     inner,  # I
@@ -31,6 +64,9 @@ def _streamed_gate_up_kernel(
     CHOICES: tl.constexpr,
     BLOCK_I: tl.constexpr,
     CHUNK: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
+    SCALE_COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -45,15 +81,17 @@ def _streamed_gate_up_kernel(
         matrices: tl.constexpr = 2 if GATED else 1
         ups = weight_ptr + (expert.to(tl.int64) * matrices * inner + outs)[:, None] * K + cols[None, :]
         x_row = x_ptr + (pair // CHOICES).to(tl.int64) * K + cols
-        gate = tl.zeros((BLOCK_I, CHUNK), tl.float32)
-        up = tl.zeros((BLOCK_I, CHUNK), tl.float32)
+        gate = tl.zeros((BLOCK_I, CHUNK // VECTOR), tl.float32)
+        up = tl.zeros((BLOCK_I, CHUNK // VECTOR), tl.float32)
+        scales = expert_scales(scales_ptr, expert, matrices * inner, K, SCALE_ROWS, SCALE_COLUMNS)
         for chunk in tl.static_range(K // CHUNK):
             x = tl.load(x_row + chunk * CHUNK).to(tl.float32)[None, :]
             if GATED:
-                gate += x * tl.load(ups + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-                up += x * tl.load(ups + inner * K + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+                gate += _sums(x, ups, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
+                up_rows = inner + outs
+                up += _sums(x, ups + inner * K, up_rows, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
             else:
-                up += x * tl.load(ups + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
+                up += _sums(x, ups, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
         gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
         if GATED:
             result = gate_sum * tl.sigmoid(gate_sum) * up_sum
@@ -67,7 +105,8 @@ def _streamed_gate_up_kernel(
 def _streamed_down_kernel(
     hidden_ptr,  # [T * C, K]
     weight_ptr,  # [G, N, K]
-    scale_ptr,
+    scales_ptr,  # as in _streamed_gate_up_kernel
+    share_ptr,  # [T, C]
     chosen_ptr,
     out_ptr,
     N,
@@ -75,6 +114,9 @@ def _streamed_down_kernel(
     CHOICES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -89,12 +131,23 @@ def _streamed_down_kernel(
         expert = tl.load(chosen_ptr + pair)
         if expert >= 0:
             weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
-            acc = tl.zeros((BLOCK_N, CHUNK), tl.float32)
+            acc = tl.zeros((BLOCK_N, CHUNK // VECTOR), tl.float32)
+            scales = expert_scales(scales_ptr, expert, N, K, SCALE_ROWS, SCALE_COLUMNS)
             for chunk in tl.static_range(K // CHUNK):
-                h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)
-                acc += h[None, :] * tl.load(weights + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-            total += tl.sum(acc, 1) * tl.load(scale_ptr + pair)
+                h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)[None, :]
+                acc += _sums(h, weights, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
+            total += tl.sum(acc, 1) * tl.load(share_ptr + pair)
     tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
+
+
+def scale_sizes(weight: Weight) -> dict[str, int]:
+    """The kernels' constants for a matrix's scales. A vector of neighbouring products has one scale."""
+    if weight.format.block is None:
+        return {"SCALE_ROWS": 0, "SCALE_COLUMNS": 0, "VECTOR": 1}
+    rows, columns = weight.format.block
+    columns = columns or weight.inner
+    vector = next(size for size in (8, 4, 2, 1) if columns % size == 0 and largest_power(weight.inner) % size == 0)
+    return {"SCALE_ROWS": rows, "SCALE_COLUMNS": columns, "VECTOR": vector}
 
 
 def full_programs(multiprocessors: int) -> int:
@@ -106,16 +159,16 @@ def full_programs(multiprocessors: int) -> int:
 
 def expert_mlp(
     x_TN: Tensor,
-    gate_up_G2IN: Tensor,
-    down_GNI: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights_TC: Tensor,
     local_TC: Tensor,
     pdl: bool,
     *,
     multiprocessors: int = H200.multiprocessors,
 ) -> Tensor:
-    """See models/ops/contract.py."""
-    _, hidden, inner = down_GNI.shape
+    """See the contract (models/ops)."""
+    _, hidden, inner = down.data.shape
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
@@ -125,7 +178,8 @@ def expert_mlp(
     block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= full else 4)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
         x_TN,
-        gate_up_G2IN,
+        gate_up.data,
+        local_TC if gate_up.scale is None else gate_up.scale,
         local_TC,
         hidden_PI,
         inner,
@@ -133,7 +187,8 @@ def expert_mlp(
         CHOICES=choices,
         BLOCK_I=block_i,
         CHUNK=min(largest_power(hidden), 1024),
-        GATED=gate_up_G2IN.shape[1] > inner,
+        **scale_sizes(gate_up),
+        GATED=gate_up.outputs > inner,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -141,7 +196,8 @@ def expert_mlp(
     out_TN = torch.empty_like(x_TN)
     _streamed_down_kernel[(hidden // block_n, tokens)](
         hidden_PI,
-        down_GNI,
+        down.data,
+        local_TC if down.scale is None else down.scale,
         weights_TC,
         local_TC,
         out_TN,
@@ -150,6 +206,7 @@ def expert_mlp(
         CHOICES=choices,
         BLOCK_N=block_n,
         CHUNK=min(largest_power(inner), 256),
+        **scale_sizes(down),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.matmul.choice_table import Choice, LinearShape
-from parallel.layers.weight import Weight, plain
+from parallel.layers.weight import Weight
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class ColdProduct:
     def __init__(self, shape: LinearShape, run: Run, device: torch.device) -> None:
         self._run, self._device = run, device
         self.x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
-        copies = max(2, min(64, -(-_COLD_BYTES // plain(shape.dtype).nbytes(shape.outputs, shape.inner))))
+        copies = max(2, min(64, -(-_COLD_BYTES // shape.format.nbytes(shape.outputs, shape.inner))))
         weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device)
-        self.weights = [Weight.of(weight) for weight in weights.mul_(shape.inner**-0.5)]
+        self.weights = [_stored(weight, shape) for weight in weights.mul_(shape.inner**-0.5)]
 
     def one(self, choice: Choice) -> Tensor:
         """What ``choice`` makes of the first weight. Raises what a compiler or a launch does."""
@@ -70,6 +70,15 @@ class ColdProduct:
     def lasting_us(self, choice: Choice, seconds: float) -> float:
         """Mean microseconds of one product at the power that lasts; see ``replay_for``."""
         return replay_for(captured(functools.partial(self.each, choice)), seconds) / len(self.weights)
+
+
+def _stored(numbers: Tensor, shape: LinearShape) -> Weight:
+    """In the format of ``shape``."""
+    if shape.block is None:
+        return Weight.of(numbers)
+    codes = (numbers * (100 * shape.inner**0.5)).clamp(-448, 448).to(shape.format.dtype)
+    scale = torch.full(shape.format.grid(shape.outputs, shape.inner), 0.01 * shape.inner**-0.5, device=numbers.device)
+    return Weight(codes, shape.format, None, scale)
 
 
 def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device) -> tuple[Choice, float]:

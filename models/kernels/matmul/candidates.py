@@ -11,13 +11,14 @@ from collections.abc import Iterable
 
 import torch
 
-from models.kernels.matmul.choice_table import Blas, Choice, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.choice_table import Blas, Choice, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
 from models.kernels.traits import H200, TALL_ROWS, DeviceTraits
 from models.row_buckets import power_of_two_from
 
 MOST_GEMV_ROWS = 4  # more do not fit a thread's registers
 _DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
+_QUICK_FP8 = 4
 _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
@@ -42,6 +43,8 @@ def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
     large weights from 8 rows, and for shapes that fit neither kernel.
     """
     rows = shape.bucket.rows
+    if shape.block is not None:
+        return next(iter(fp8_candidates(shape.bucket, traits)), Decoded())
     if rows > 32 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
         return Blas()
     fitting = candidates_for(shape.bucket, traits)
@@ -62,11 +65,15 @@ def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTra
     ``lt``: cuBLASLt's algorithms, the likeliest first.
     """
     default = default_choice(shape, traits)
+    if shape.block is not None:
+        return [*itertools.islice(fp8_candidates(shape, traits), _QUICK_FP8), Scaled(), Decoded()]
     return [*([] if isinstance(default, Blas) else [default]), Blas(), *itertools.islice(lt, _QUICK_ALGORITHMS)]
 
 
 def candidates_for(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; empty where the shape fits none."""
+    if shape.block is not None:
+        return fp8_candidates(shape, traits)
     gemv, skinny = gemv_candidates(shape, traits), skinny_candidates(shape, traits)
     return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape, traits)]
 
@@ -78,7 +85,7 @@ def first_wave(traits: DeviceTraits) -> int:
 
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
-    if shape.rows > MOST_GEMV_ROWS:
+    if shape.rows > MOST_GEMV_ROWS or shape.block is not None:
         return []
     widest, held = shape.inner & -shape.inner, power_of_two_from(shape.rows)
     halves = 2 if shape.gate_up else 1
@@ -97,7 +104,7 @@ def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
 
 def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Tiles and splits of K that give most multiprocessors one to four programs."""
-    if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16):
+    if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.block is not None:
         return []
     multiprocessors = traits.multiprocessors
     most = 3 * multiprocessors // 4 + 1  # more than three quarters of them
@@ -129,7 +136,7 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
 
 def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Tiles and splits of K that give nearly every multiprocessor one program, or two."""
-    if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16):
+    if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.block is not None:
         return []
     multiprocessors, block_m = traits.multiprocessors, power_of_two_from(shape.rows)
     # With few rows the 96 programs that 8B's qkv has of 64 weight rows each are worth timing: they won at 32.
@@ -153,6 +160,51 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
                 chosen = Wide(block_m, block_o, block_k, split, stages, warps, prefetch)
                 found += [chosen, dataclasses.replace(chosen, late=True)]
     return found
+
+
+def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Kernels for FP8 weights, in the order to try: a GEMV for one row, then tiles that quantise activations, or take
+    them as they are where blocks do not allow it. The sizes are winners of a search over 8B's products on an H200.
+    """
+    assert shape.block is not None
+    rows, halves, columns = shape.rows, 2 if shape.gate_up else 1, shape.block[1] or shape.inner
+    found: list[Choice] = []
+    if rows == 1 and columns % 8 == 0:
+        for block_o, chunk, warps in ((4, 1024, 4), (4, 512, 2), (1, 2048, 2), (2, 512, 2), (1, 512, 2)):
+            block_o = max(1, block_o // halves)
+            if shape.inner % chunk == 0 and shape.outputs // halves % block_o == 0:
+                found.append(Gemv(block_o, chunk, warps))
+    if shape.dtype in (torch.bfloat16, torch.float16):
+        found += _fp8_skinny(shape, columns, traits) if rows <= 64 else []
+        found += _fp8_wide(shape, traits) if 32 <= rows <= 256 and columns % 128 == 0 and traits.hopper else []
+    return [*found, Scaled(), Decoded()] if rows <= 128 else [Scaled(), *found, Decoded()]
+
+
+def _fp8_skinny(shape: LinearShape, columns: int, traits: DeviceTraits) -> list[Skinny]:
+    block_m, block_k = max(16, power_of_two_from(shape.rows)), min(128, columns & -columns)
+    found = [
+        Skinny(block_m, block_o, block_k, split, stages, 8 if block_o > 64 else 4, block_k // 128 * 128, narrow=narrow)
+        for narrow in (True, False)
+        for block_o, split, stages in itertools.product((64, 128, 32), (1, 2, 4, 8), (4, 3))
+        if block_k >= (32 if narrow else 16)  # of the tensor cores' products of 8 and of 16 bits
+        and (not narrow or block_k == columns)
+        and shape.outputs % block_o == 0
+        and shape.inner % (block_k * split) == 0
+    ]
+    best = 3 * traits.multiprocessors
+    return sorted(found, key=lambda c: (not c.narrow, abs(shape.outputs // c.block_o * c.split - best)))
+
+
+def _fp8_wide(shape: LinearShape, traits: DeviceTraits) -> list[Wide]:
+    block_m, found = power_of_two_from(shape.rows), list[Wide]()
+    for block_o, split in itertools.product((64, 128), (1, 2, 4)):
+        if shape.outputs % block_o == 0 and shape.inner % (128 * split) == 0:
+            warps = 8 if block_m * block_o > 128 * 64 else 4
+            stages = min(5, (traits.shared_bytes // 2 - 1024) // (128 * (block_m + block_o)))
+            if stages >= 2:
+                found.append(Wide(block_m, block_o, 128, split, stages, warps, 0))
+    best = 2 * traits.multiprocessors
+    return sorted(found, key=lambda c: abs(shape.outputs // c.block_o * c.split - best))
 
 
 def prefetch_columns(rows: int, columns: int, traits: DeviceTraits = H200) -> int:

@@ -34,7 +34,7 @@ from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
 from parallel.comm.all_reduce_dispatch import SizeLimits
-from parallel.layers.weight import Weight, plain
+from parallel.layers.weight import Weight, WeightFormat, block_of, fp8, plain
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class LinearShape:
     """x [rows, inner] times a weight [outputs, inner].
 
     ``normed``: a residual add and RMSNorm come first. ``gate_up``: SiLU-mul of the two halves of the result follows.
+    ``block``: of FP8 weights, as in WeightFormat; None for weights in ``dtype``.
     """
 
     rows: int
@@ -57,10 +58,16 @@ class LinearShape:
     dtype: torch.dtype
     normed: bool = False
     gate_up: bool = False
+    block: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, x_MK: Tensor, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> LinearShape:
-        return cls(x_MK.shape[0], weight.outputs, weight.inner, x_MK.dtype, normed, gate_up)
+        sizes = x_MK.shape[0], weight.outputs, weight.inner
+        return cls(*sizes, x_MK.dtype, normed, gate_up, weight.format.block)
+
+    @property
+    def format(self) -> WeightFormat:
+        return plain(self.dtype) if self.block is None else fp8(*self.block)
 
     @property
     def bucket(self) -> LinearShape:
@@ -71,6 +78,7 @@ class LinearShape:
     def product(self) -> str:
         """What is multiplied, without the rows."""
         variant = (" normed" if self.normed else "") + (" gate_up" if self.gate_up else "")
+        variant += "" if self.block is None else f" {self.format.name}"
         return f"{plain(self.dtype).name} {self.outputs}x{self.inner}{variant}"
 
     @property
@@ -84,7 +92,8 @@ class LinearShape:
         outputs, inner = map(int, size.split("x"))
         kind = getattr(torch, dtype, None)
         if isinstance(kind, torch.dtype) and rows[1:].isdecimal():
-            shape = LinearShape(int(rows[1:]), outputs, inner, kind, "normed" in form, "gate_up" in form)
+            block = next((block_of(name) for name in form if name.startswith("fp8_")), None)
+            shape = LinearShape(int(rows[1:]), outputs, inner, kind, "normed" in form, "gate_up" in form, block)
             if shape.key == key:
                 return shape
         raise ValueError(f"{key!r} is not the key of a product")
@@ -125,7 +134,8 @@ class Gemv:
 @dataclass(frozen=True, slots=True)
 class Skinny:
     """models/kernels/matmul/skinny.py with these block sizes; ``fold``: a norm in front is fused, not a launch;
-    ``late``: the next launch may start behind the last weights, not with the first ones.
+    ``late``: the next launch may start after the last weights, not with the first ones. ``narrow``: with FP8 weights
+    activations are quantised, too.
     """
 
     block_m: int
@@ -137,11 +147,13 @@ class Skinny:
     prefetch: int
     fold: bool = False
     late: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """models/kernels/matmul/wide.py with these block sizes; ``late``: see Skinny."""
+    """models/kernels/matmul/wide.py with these block sizes; ``late``: see Skinny. With FP8 weights activations are
+    quantised beforehand."""
 
     block_m: int
     block_o: int
@@ -153,9 +165,21 @@ class Wide:
     late: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """FP8 weights: torch's scaled product (cuBLASLt) of quantised activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """FP8 weights: decoded into the activations' dtype, then cuBLAS."""
+
+
 _Made = TypeVar("_Made")
-Choice = Blas | CublasLt | Gemv | Skinny | Wide
-_KINDS: dict[str, type[Blas] | type[CublasLt] | type[Gemv] | type[Skinny] | type[Wide]] = {
+Choice = Blas | CublasLt | Gemv | Skinny | Wide | Scaled | Decoded
+_KINDS: dict[str, type[Choice]] = {
+    "scaled": Scaled,
+    "decoded": Decoded,
     "blas": Blas,
     "cublaslt": CublasLt,
     "gemv": Gemv,

@@ -30,6 +30,7 @@ def _gemv_kernel(
     residual_ptr,
     norm_ptr,
     weight_ptr,
+    scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
     bias_ptr,
     out_ptr,
     residual_out_ptr,
@@ -42,6 +43,9 @@ def _gemv_kernel(
     CHUNK: tl.constexpr,  # a power of two that divides K
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
+    SCALE_COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -83,9 +87,13 @@ def _gemv_kernel(
     use_counts = 0
     if PUSH:
         use_counts = load_use_counts(use_counts_ptr, rows, M)  # early, so that it has arrived when the tile is done
-    # A thread sums 8 neighbouring products at once: an eighth of the registers of a whole tile of sums.
-    acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // 8), tl.float32)
-    squares = tl.zeros((BLOCK_M, 1, CHUNK // 8), tl.float32)
+    # A thread sums neighbouring products at once: a fraction of the registers of a whole tile of sums.
+    acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR), tl.float32)
+    squares = tl.zeros((BLOCK_M, 1, CHUNK // VECTOR), tl.float32)
+    blocked: tl.constexpr = SCALE_ROWS > 0 and SCALE_COLUMNS < K
+    if blocked:
+        scale_rows = scale_ptr + (weight_rows // SCALE_ROWS)[None, :, None] * tl.cdiv(K, SCALE_COLUMNS)
+        vectors = (tl.arange(0, CHUNK // VECTOR) * VECTOR)[None, None, :]
     for chunk in tl.static_range(chunks):
         if chunk + 1 < chunks:
             w_next = tl.load(weights + (chunk + 1) * CHUNK, eviction_policy="evict_first")
@@ -96,15 +104,20 @@ def _gemv_kernel(
             tl.store(residual_out_ptr + inputs + chunk * CHUNK, x, mask=row_mask & (pid == chunk))
         h = x.to(tl.float32)
         if NORM:
-            squares += tl.sum(tl.reshape(h * h, (BLOCK_M, 1, CHUNK // 8, 8)), 3)
+            squares += tl.sum(tl.reshape(h * h, (BLOCK_M, 1, CHUNK // VECTOR, VECTOR)), 3)
             h = h * scale.to(tl.float32)
         products = h * w.to(tl.float32)
-        acc += tl.sum(tl.reshape(products, (BLOCK_M, weight_rows.shape[0], CHUNK // 8, 8)), 3)
+        sums = tl.sum(tl.reshape(products, (BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR, VECTOR)), 3)
+        if blocked:
+            sums *= tl.load(scale_rows + (chunk * CHUNK + vectors) // SCALE_COLUMNS)
+        acc += sums
         if chunk + 1 < chunks:
             w = w_next
             if NORM:
                 scale = tl.load(norm_ptr + (chunk + 1) * CHUNK + cols)
     result = tl.sum(acc, 2)
+    if SCALE_ROWS > 0 and SCALE_COLUMNS == K:
+        result *= tl.load(scale_ptr + weight_rows // SCALE_ROWS)[None, :]
     if NORM:
         result = result * tl.rsqrt(tl.sum(squares, 2) / K + eps)
     store_rows(
@@ -118,6 +131,8 @@ def gemv(
     weight_OK: Tensor,
     bias_O: Tensor | None,
     *,
+    scale: Tensor | None = None,
+    block: tuple[int, int] = (0, 0),
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     residual_MK: Tensor | None = None,
@@ -134,7 +149,8 @@ def gemv(
 
     ``block_o`` must divide the output's width and ``chunk`` (a power of two) the inner width; ``prefetch`` is 0 or a
     power of two from 64, at most the columns after the first chunk, and only the first ``first_wave`` programs
-    prefetch. residual' is x, or a fresh tensor where a residual is given: every program reads all inputs, so none is
+    prefetch. ``scale`` float32: of 8-bit weights, one a ``block`` of rows and columns, whose columns are a multiple of
+    8 or all. residual' is x, or a fresh tensor where a residual is given: every program reads all inputs, so none is
     overwritten.
     """
     rows, inner = x_MK.shape
@@ -146,6 +162,7 @@ def gemv(
         x_MK if residual_MK is None else residual_MK,
         x_MK if norm_K is None else norm_K,
         weight_OK,
+        weight_OK if scale is None else scale,
         weight_OK if bias_O is None else bias_O,
         out_MO,
         residual_out_MK,
@@ -156,6 +173,9 @@ def gemv(
         CHUNK=chunk,
         BLOCK_M=triton.next_power_of_2(rows),
         BLOCK_O=block_o,
+        SCALE_ROWS=block[0],
+        SCALE_COLUMNS=block[1] or inner,
+        VECTOR=16 if scale is not None and (block[1] or inner) % 16 == 0 else 8,
         NORM=norm_K is not None,
         ADD=residual_MK is not None,
         GATE_UP=gate_up,

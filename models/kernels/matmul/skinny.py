@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.codes import quantised
 from models.kernels.matmul.epilogue import store_rows
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -33,6 +34,7 @@ def _skinny_kernel(
     residual_ptr,
     norm_ptr,
     weight_ptr,
+    scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
     bias_ptr,
     out_ptr,
     residual_out_ptr,
@@ -50,6 +52,9 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
+    SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
+    NARROW: tl.constexpr,  # quantise activations, each row's BLOCK_K by themselves, and multiply 8-bit codes
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -79,10 +84,14 @@ def _skinny_kernel(
     weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * K + first
     weights = weight_row_ptrs + cols[None, :]
     inputs = rows.to(tl.int64)[:, None] * K + first + cols[None, :]
+    blocked: tl.constexpr = SCALE_ROWS > 0 and SCALE_COLUMNS < K
+    if blocked:
+        scales = scale_ptr + weight_rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS)
     row_mask = (rows < M)[:, None]
     if PDL:
         if PREFETCH > 0:
-            lines = tl.arange(0, PREFETCH // 64) * 64  # 64 16-bit elements: one 128-byte line
+            line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+            lines = tl.arange(0, PREFETCH // line) * line
             prefetch_to_l2(weight_row_ptrs + lines[None, :])
         gdc_wait()
         if not LATE:
@@ -103,7 +112,17 @@ def _skinny_kernel(
             h = x.to(tl.float32)
             squares += tl.sum(h * h, 1)
             x = (h * tl.load(norm_ptr + first + step * BLOCK_K + cols).to(tl.float32)[None, :]).to(x.dtype)
-        acc = tl.dot(w, tl.trans(x), acc)
+        if SCALE_ROWS == 0:
+            acc = tl.dot(w, tl.trans(x), acc)
+        else:
+            factor = tl.full((1, 1), 1.0, tl.float32)
+            if blocked:
+                factor = tl.load(scales + (first + step * BLOCK_K) // SCALE_COLUMNS)[:, None]
+            if NARROW:
+                x, most = quantised(x)
+                acc += tl.dot(w, tl.trans(x)) * (factor * most[None, :])
+            else:
+                acc += tl.dot(w.to(x.dtype), tl.trans(x)) * factor
     if PDL and LATE:
         gdc_launch_dependents()
 
@@ -132,6 +151,8 @@ def _skinny_kernel(
     if last:
         outs = tile * width + tl.arange(0, width)
         result = tl.trans(acc)
+        if SCALE_ROWS > 0 and SCALE_COLUMNS == K:
+            result *= tl.load(scale_ptr + weight_rows // SCALE_ROWS)[None, :]
         if NORM:
             result = result * tl.rsqrt(squares / K + eps)[:, None]
         store_rows(
@@ -152,6 +173,9 @@ def skinny(
     partial: Tensor,
     counters: Tensor,
     *,
+    scale: Tensor | None = None,
+    block: tuple[int, int] = (0, 0),
+    narrow: bool = False,
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     residual_MK: Tensor | None = None,
@@ -172,6 +196,8 @@ def skinny(
 
     ``block_o`` must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32 holds
     workspace_floats(...) at least, ``counters`` int32 [COUNTERS] is zero and is left zero; both are for one stream.
+    ``scale`` float32: of 8-bit weights, one a ``block`` of rows and columns, whose columns are a multiple of
+    ``block_k`` or all. ``narrow``: activations are quantised, too, each row's ``block_k`` columns by themselves.
     """
     rows, inner = x_MK.shape
     weight_rows = weight_OK.shape[0]
@@ -184,6 +210,7 @@ def skinny(
         x_MK if residual_MK is None else residual_MK,
         x_MK if norm_K is None else norm_K,
         weight_OK,
+        weight_OK if scale is None else scale,
         weight_OK if bias_O is None else bias_O,
         out_MO,
         residual_out_MK,
@@ -199,6 +226,9 @@ def skinny(
         BLOCK_K=block_k,
         SPLIT=split,
         STAGES=stages,
+        SCALE_ROWS=block[0],
+        SCALE_COLUMNS=block[1] or inner,
+        NARROW=narrow,
         NORM=norm_K is not None,
         ADD=residual_MK is not None,
         GATE_UP=gate_up,

@@ -43,7 +43,8 @@ def _prefetch(
     tile_rows = tl.arange(0, TILE)
     if GATE_UP:
         tile_rows = tile_rows % (TILE // 2) + tile_rows // (TILE // 2) * outputs
-    lines = start + tl.arange(0, PREFETCH // 64) * 64
+    line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    lines = start + tl.arange(0, PREFETCH // line) * line
     prefetch_to_l2(weight_ptr + (first + tile_rows).to(tl.int64)[:, None] * K + lines[None, :])
 
 
@@ -68,13 +69,42 @@ def _sums(BLOCK_M: tl.constexpr, TILE: tl.constexpr, TALL_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _add(acc, x, tile, TALL_TOKENS: tl.constexpr):
-    """``acc`` and the product of tokens [BLOCK_M, BLOCK_K] and weights [TILE, BLOCK_K], in the shape of ``acc``."""
-    if TALL_TOKENS:
+def _add(acc, x, tile, x_scales, rows, M, scales, SCALED: tl.constexpr, TALL_TOKENS: tl.constexpr):
+    """``acc`` and the product of tokens [BLOCK_M, BLOCK_K] and weights [TILE, BLOCK_K], in the shape of ``acc``.
+
+    ``SCALED``: of codes; ``x_scales``, ``scales``: where the scales of these columns are, of token 0 and of each
+    weight row.
+    """
+    if SCALED:
+        x_scale = tl.load(x_scales + rows, mask=rows < M, other=0.0)
+        scale = tl.load(scales)
+        if TALL_TOKENS:
+            total = acc + tl.dot(x, tile.T) * x_scale[:, None] * scale[None, :]
+        else:
+            total = acc + tl.dot(tile, x.T) * x_scale[None, :] * scale[:, None]
+    elif TALL_TOKENS:
         total = tl.dot(x, tile.T, acc)
     else:
         total = tl.dot(tile, x.T, acc)
     return total
+
+
+@triton.jit
+def _scale_rows(
+    scale_ptr,
+    first,
+    outputs,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATE_UP: tl.constexpr,
+):
+    """Addresses of the first scale of each weight row of a tile, [TILE]."""
+    rows = tl.arange(0, TILE)
+    if GATE_UP:
+        rows = rows % (TILE // 2) + rows // (TILE // 2) * outputs
+    return scale_ptr + (first + rows) // ROWS * tl.cdiv(K, COLUMNS)
 
 
 @triton.jit
@@ -126,7 +156,9 @@ def _wide_kernel(
     x_desc,  # boxes of [BLOCK_M, BLOCK_K]
     first_desc,  # boxes of [FIRST, BLOCK_K], or [2, FIRST / 2, BLOCK_K] of [gate | up, outputs, K] when GATE_UP
     rest_desc,  # the same with REST
+    x_scale_ptr,  # float32 [K / SCALE_COLUMNS, M], where SCALE_ROWS
     weight_ptr,
+    scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -140,6 +172,8 @@ def _wide_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # 0: neither operand has scales
+    SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
     GATE_UP: tl.constexpr,
     BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
@@ -164,11 +198,22 @@ def _wide_kernel(
     acc = _sums(BLOCK_M, FIRST, TALL_TOKENS)
     if REST > 0:
         more = _sums(BLOCK_M, REST, TALL_TOKENS)
+    scaled: tl.constexpr = SCALE_ROWS > 0
+    rows = tl.arange(0, BLOCK_M)
+    if scaled:
+        scales = _scale_rows(scale_ptr, first, outputs, K, FIRST, SCALE_ROWS, SCALE_COLUMNS, GATE_UP)
+        rest_scales = _scale_rows(scale_ptr, second, outputs, K, REST or FIRST, SCALE_ROWS, SCALE_COLUMNS, GATE_UP)
+    else:
+        scales, rest_scales = scale_ptr, scale_ptr
     for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
         x = x_desc.load([0, k])
-        acc = _add(acc, x, _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP), TALL_TOKENS)
+        group = k // SCALE_COLUMNS
+        x_scales = x_scale_ptr + group * M
+        tile_rows = _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP)
+        acc = _add(acc, x, tile_rows, x_scales, rows, M, scales + group, scaled, TALL_TOKENS)
         if REST > 0:
-            more = _add(more, x, _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP), TALL_TOKENS)
+            rest_rows = _tile(rest_desc, second, k, REST, BLOCK_K, GATE_UP)
+            more = _add(more, x, rest_rows, x_scales, rows, M, rest_scales + group, scaled, TALL_TOKENS)
     if PDL and LATE:
         gdc_launch_dependents()
     if not TALL_TOKENS:
@@ -216,6 +261,10 @@ def wide(
     partial: Tensor,
     counters: Tensor,
     *,
+    x_scale_GM: Tensor | None = None,
+    scale: Tensor | None = None,
+    block: tuple[int, int] = (0, 0),
+    dtype: torch.dtype | None = None,
     gate_up: bool = False,
     block_m: int,
     block_o: int,
@@ -231,13 +280,14 @@ def wide(
 
     ``block_o`` (see ``sums_of``) must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32
     holds workspace_floats(...) at least, ``counters`` int32, one a tile, is zero and is left zero; both are for one
-    stream.
+    stream. Where x and weights are 8-bit codes: ``x_scale_GM`` float32 [K / columns, M], ``scale`` float32, one a
+    ``block`` of rows and columns, whose columns are a multiple of ``block_k`` or all; ``dtype`` is that of y.
     """
     rows, inner = x_MK.shape
     weight_rows = weight_OK.shape[0]
     first, rest = sums_of(block_o)
     out_width = weight_rows // (2 if gate_up else 1)
-    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
+    out_MO = torch.empty(rows, out_width, dtype=dtype or x_MK.dtype, device=x_MK.device)
 
     def boxes(size: int) -> TensorDescriptor:
         if gate_up:
@@ -248,7 +298,9 @@ def wide(
         TensorDescriptor.from_tensor(x_MK, [block_m, block_k]),
         boxes(first),
         boxes(rest or first),
+        weight_OK if x_scale_GM is None else x_scale_GM,
         weight_OK,
+        weight_OK if scale is None else scale,
         weight_OK if bias_O is None else bias_O,
         out_MO,
         partial,
@@ -262,6 +314,8 @@ def wide(
         BLOCK_K=block_k,
         SPLIT=split,
         STAGES=stages,
+        SCALE_ROWS=block[0],
+        SCALE_COLUMNS=block[1] or inner,
         GATE_UP=gate_up,
         BIAS=bias_O is not None,
         PREFETCH=prefetch,

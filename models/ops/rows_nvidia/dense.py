@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.kernels import embedding
-from models.kernels.matmul import invariant, norm
+from models.kernels.matmul import codes, invariant, norm
 from models.kernels.recurrent import gates
 from models.ops.table import INVARIANT, Key, Row, Run
 from parallel.layers.weight import Weight
@@ -63,7 +63,10 @@ def _invariant_product(*, gate_up: bool) -> Bind:
         sums, counters, shared_bytes, pdl = ops.sums, ops.counters, ops.traits.shared_bytes, ops.pdl
 
         def product(x_TN: Tensor, weight: Weight) -> Tensor:
-            given = x_TN, weight.data, weight.bias, sums, counters
+            if weight.parts:
+                found = torch.cat([product(x_TN, part) for part in weight.parts], -1)
+                return norm.silu_mul(found, pdl) if gate_up else found
+            given = x_TN, codes.decoded(weight, x_TN.dtype, pdl), weight.bias, sums, counters
             return invariant.linear(*given, gate_up=gate_up, shared_bytes=shared_bytes, pdl=pdl)
 
         return product

@@ -19,7 +19,7 @@ from parallel.layers.weight import Weight
 
 class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
-    whether TMA takes the matrices."""
+    whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat)."""
 
     tokens: int
     choices: int
@@ -29,15 +29,17 @@ class ExpertCall(NamedTuple):
     up_rows: int
     inner: int
     loadable: bool
+    blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
 def _call(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
 ) -> ExpertCall:
     tokens, choices = local_TC.shape
-    loadable = grouped_tma.supports(gate_up.data, down.data)
+    blocks = gate_up.format.block, down.format.block
+    loadable = blocks == (None, None) and grouped_tma.supports(gate_up.data, down.data)
     sizes = down.data.shape[0], down.outputs, gate_up.outputs, down.inner
-    return ExpertCall(tokens, choices, all_experts, *sizes, loadable)
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks)
 
 
 def _ragged(call: ExpertCall) -> str | None:
@@ -48,6 +50,8 @@ def _ragged(call: ExpertCall) -> str | None:
 
 
 def _streams(ops: Any, call: ExpertCall) -> str | None:
+    if call.blocks != (None, None) and ops.fp8_activations == "always":
+        return "--fp8-activations always"
     if without_lists(call.tokens, call.choices, call.all_experts):
         return _ragged(call)
     return "lists of tokens an expert are worth their making"
@@ -56,7 +60,7 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
 def _streamed(ops: Any, call: ExpertCall) -> Run:
     pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
     return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: streamed.expert_mlp(
-        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, multiprocessors=multiprocessors
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors
     )
 
 
@@ -71,14 +75,15 @@ def _long_lists(ops: Any, call: ExpertCall) -> Run:
     pdl, tiles = ops.pdl, _tiles(ops, call)
     assert tiles is not None
     return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped_tma.expert_mlp(
-        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, tiles
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, tiles
     )
 
 
 def _lists(ops: Any, call: ExpertCall) -> Run:
-    pdl, shared_bytes = ops.pdl, ops.traits.shared_bytes
+    given = {"shared_bytes": ops.traits.shared_bytes, "narrow": ops.fp8_activations != "never"}
+    pdl = ops.pdl
     return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped.expert_mlp(
-        x_TN, gate_up.data, down.data, weights_TC, local_TC, pdl, all_experts=all_experts, shared_bytes=shared_bytes
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, **given
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.matmul import gemv, norm, skinny, wide
+from models.kernels.matmul import codes, gemv, norm, skinny, wide
 from models.kernels.matmul.candidates import (
     MOST_GEMV_ROWS,
     first_wave,
@@ -30,7 +30,17 @@ from models.kernels.matmul.candidates import (
     skinny_candidates,
     wide_candidates,
 )
-from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.choice_table import (
+    Blas,
+    Choice,
+    CublasLt,
+    Decoded,
+    Gemv,
+    LinearShape,
+    Scaled,
+    Skinny,
+    Wide,
+)
 from models.ops.table import Row, Run
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.weight import Weight
@@ -77,7 +87,10 @@ def _fused(kernel: Product) -> Product:
         eps: float = 0.0,
         buffers: PeerBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return kernel(x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers)
+        scaled = {"scale": weight.scale, "block": weight.format.block} if weight.scale is not None else {}
+        return kernel(
+            x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers, **scaled
+        )
 
     return run
 
@@ -94,7 +107,41 @@ def _skinny(products: Any, shape: LinearShape, choice: Skinny) -> Run:
 
 def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
     kernel: Run = partial(wide.wide, **_shared(products, shape, choice))
-    return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight.data, weight.bias), x_MK)
+    if shape.block is None:
+        return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight.data, weight.bias), x_MK)
+    pdl, group, dtype = products.pdl, shape.block[1] or shape.inner, shape.dtype
+
+    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+        codes_MK, scales_GM = codes.quantise(x_MK, group, pdl)
+        scaled = {"x_scale_GM": scales_GM, "scale": weight.scale, "block": weight.format.block, "dtype": dtype}
+        return kernel(codes_MK, weight.data, weight.bias, **scaled), x_MK
+
+    return run
+
+
+def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
+    pdl, group, blocked = products.pdl, 0, False
+    if shape.block is not None:
+        blocked, group = shape.block[1] > 0, shape.block[1] or shape.inner
+
+    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+        rows = x_MK.shape[0]
+        assert weight.scale is not None
+        codes_MK, scales_GM = codes.quantise(x_MK, group, pdl, -(-rows // 16) * 16)
+        scales = (scales_GM.t(), weight.scale.t()) if blocked else (scales_GM.view(-1, 1), weight.scale.view(1, -1))
+        out_MO = torch._scaled_mm(codes_MK, weight.data.t(), *scales, out_dtype=x_MK.dtype)[:rows]
+        return (out_MO if weight.bias is None else out_MO + weight.bias), x_MK
+
+    return run
+
+
+def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
+    pdl = products.pdl
+
+    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+        return F.linear(x_MK, codes.decoded(weight, x_MK.dtype, pdl), weight.bias), x_MK
+
+    return run
 
 
 def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[str, Any]:
@@ -108,6 +155,8 @@ def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[st
 def by_library(products: Any, choice: Choice) -> Run:
     """Called with (x, weight, out, which is optional): x W^T without a bias."""
     lt = products._lt
+    if isinstance(choice, (Scaled, Decoded)):
+        return lambda x_MK, weight, out_MO: out_MO.copy_(products.linear(x_MK, weight))
     if isinstance(choice, CublasLt) and lt is not None:
         return lambda x_MK, weight, out_MO=None: lt.run(x_MK, weight.data, choice.algorithm, out_MO)
     return lambda x_MK, weight, out_MO=None: torch.mm(x_MK, weight.data.t(), out=out_MO)
@@ -132,6 +181,18 @@ def algorithms(products: Any, shape: LinearShape) -> list[Choice]:
     return [CublasLt(name, lt.version) for name in names]
 
 
+def _numbers(refuses: Run | None = None) -> Run:
+    """Of a row for weights in the dtype of activations."""
+
+    def refuse(products: Any, shape: LinearShape, choice: Choice, measured: int | None) -> str | None:
+        if shape.block is not None:
+            return "FP8 weights"
+        reason: str | None = None if refuses is None else refuses(products, shape, choice, measured)
+        return reason
+
+    return refuse
+
+
 # Why a row cannot run ``shape`` with ``choice``, which was ``measured`` for so many rows; None: for those of ``shape``.
 
 
@@ -147,7 +208,31 @@ def _lt_refuses(products: Any, shape: LinearShape, choice: CublasLt, measured: i
 
 
 def _gemv_refuses(products: Any, shape: LinearShape, choice: Gemv, measured: int | None) -> str | None:
-    return None if shape.rows <= MOST_GEMV_ROWS else f"more than {MOST_GEMV_ROWS} rows"
+    if shape.rows > MOST_GEMV_ROWS:
+        return f"more than {MOST_GEMV_ROWS} rows"
+    if shape.block is None:
+        return None
+    return _BLOCK if (shape.block[1] or shape.inner) % 8 else _activations_refuse(products, narrow=False)
+
+
+def _activations_refuse(products: Any, *, narrow: bool) -> str | None:
+    """Whether activations may be quantised is the user's choice (``--fp8-activations``)."""
+    refused = {"never": narrow, "always": not narrow}.get(products.fp8_activations, False)
+    return f"--fp8-activations {products.fp8_activations}" if refused else None
+
+
+def _scaled_refuses(products: Any, shape: LinearShape, choice: Scaled, measured: int | None) -> str | None:
+    """cuBLASLt's blocks are of 128; sums are silently wrong where their number is no multiple of 4 (pytorch#166752)."""
+    if shape.block is None or not products.traits.hopper or shape.outputs % 16 or shape.inner % 16:
+        return "no FP8 weights, or not on this GPU"
+    whole = shape.inner % 512 == 0 and shape.outputs % 128 == 0 if shape.block == (128, 128) else shape.block == (1, 0)
+    if not whole or (shape.block == (1, 0) and shape.dtype != torch.bfloat16):
+        return _BLOCK
+    return _activations_refuse(products, narrow=True)
+
+
+def _decoded_refuses(products: Any, shape: LinearShape, choice: Decoded, measured: int | None) -> str | None:
+    return "no FP8 weights" if shape.block is None else None
 
 
 def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:
@@ -155,12 +240,26 @@ def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured:
     tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
     if floats > products._partial.numel() or (choice.split > 1 and tiles > skinny.COUNTERS):
         return _WORKSPACE
+    if shape.block is not None:
+        columns = shape.block[1] or shape.inner
+        if columns % choice.block_k or shape.inner % choice.block_k or (choice.narrow and columns != choice.block_k):
+            return _BLOCK
+        if reason := _activations_refuse(products, narrow=choice.narrow):
+            return reason
+    elif choice.narrow:
+        return "no FP8 weights"
     return _shared_memory_refuses(products, shape, choice)
 
 
 def _wide_refuses(products: Any, shape: LinearShape, choice: Wide, measured: int | None) -> str | None:
     if not products.pdl or shape.rows > choice.block_m:
         return f"more than {choice.block_m} rows, or a GPU without TMA"
+    if shape.block is not None:
+        columns = shape.block[1] or shape.inner
+        if columns % choice.block_k or shape.inner % columns:
+            return _BLOCK
+        if reason := _activations_refuse(products, narrow=True):
+            return reason
     floats = wide.workspace_floats(shape.outputs, choice.block_m, choice.split)
     if floats > products._partial.numel() or shape.outputs // choice.block_o > skinny.COUNTERS:
         return _WORKSPACE
@@ -175,6 +274,7 @@ def _shared_memory_refuses(products: Any, shape: LinearShape, choice: Skinny | W
 
 
 _WORKSPACE = "too little workspace"
+_BLOCK = "blocks of scales that its tiles do not divide"
 
 
 def _ours(config: type, bind: Run, find: Run, refuses: Run, *form: str) -> Row:
@@ -183,9 +283,11 @@ def _ours(config: type, bind: Run, find: Run, refuses: Run, *form: str) -> Row:
 
 
 ROWS: dict[type, Row] = {
-    Blas: Row("product", _library, variants=lambda products, shape: [Blas()], config=Blas),
-    CublasLt: Row("product", _library, refuses=_lt_refuses, variants=algorithms, config=CublasLt),
+    Blas: Row("product", _library, refuses=_numbers(), variants=lambda products, shape: [Blas()], config=Blas),
+    CublasLt: Row("product", _library, refuses=_numbers(_lt_refuses), variants=algorithms, config=CublasLt),
     Skinny: _ours(Skinny, _skinny, skinny_candidates, _skinny_refuses, "normed", "gate_up", "pushes"),
     Gemv: _ours(Gemv, _gemv, gemv_candidates, _gemv_refuses, "normed", "gate_up", "pushes"),
     Wide: _ours(Wide, _wide, wide_candidates, _wide_refuses, "gate_up"),
+    Scaled: Row("product", _scaled, refuses=_scaled_refuses, config=Scaled),
+    Decoded: Row("product", _decoded, refuses=_decoded_refuses, config=Decoded),
 }

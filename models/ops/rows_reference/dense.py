@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.kernels.matmul.simulated import simulated
 from models.kernels.sigmoid_routing import wide_linear
 from models.ops.contract import Ops
 from models.ops.table import INVARIANT, composed, plain
@@ -32,8 +33,17 @@ def relu2(x_TI: Tensor) -> Tensor:
     return x_TI.relu().square()
 
 
-def linear(x_TN: Tensor, weight: Weight) -> Tensor:
-    return F.linear(x_TN, weight.data, weight.bias)
+def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
+    if weight.parts:
+        return torch.cat([linear(ops, x_TN, part) for part in weight.parts], -1)
+    return F.linear(as_multiplied(ops, x_TN, weight), weight.plain(x_TN.dtype), weight.bias)
+
+
+def as_multiplied(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
+    """x, quantised and back where ``weight`` is FP8 and activations are, too."""
+    if weight.format.block is None or ops.fp8_activations != "always":
+        return x_TN
+    return simulated(x_TN, weight.format.block[1] or weight.inner).to(x_TN.dtype)
 
 
 def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
@@ -105,7 +115,7 @@ ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),
     plain("relu2", relu2, INVARIANT),
-    plain("linear", linear),
+    composed("linear", linear, invariant=False),
     plain("router_logits", router_logits),
     plain("vocab_rows", vocab_rows, INVARIANT),
     plain("sigmoid_mul", sigmoid_mul, INVARIANT),

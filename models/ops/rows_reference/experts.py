@@ -6,12 +6,14 @@ Shape letters as in models/ops/contract.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.kernels.sigmoid_routing import route_sigmoid
-from models.ops.rows_reference.dense import relu2, silu_mul
+from models.ops.contract import Ops
+from models.ops.rows_reference.dense import linear, relu2, silu_mul
 from models.ops.table import Row, plain
 from parallel.layers.weight import Weight
 
@@ -30,23 +32,23 @@ def route_top_k(
 
 
 def expert_mlp(
-    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
 ) -> Tensor:
     """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
     out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
-    for g, (gate_up_2IN, down_NI) in enumerate(zip(gate_up.data, down.data, strict=True)):
+    for g in range(down.data.shape[0]):
         chosen_TC = local_TC == g
         weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-        term_TN = one_expert(x_TN, gate_up_2IN, down_NI) * weight_T1
+        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g)) * weight_T1
         out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
     return out_TN.to(x_TN.dtype)
 
 
-def one_expert(x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor) -> Tensor:
+def one_expert(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """[T, N], of all tokens."""
-    up_TX = F.linear(x_TN, gate_up_2IN)
-    inner_TI = silu_mul(up_TX) if up_TX.shape[1] > down_NI.shape[1] else relu2(up_TX)
-    return F.linear(inner_TI, down_NI)
+    up_TX = linear(ops, x_TN, gate_up)
+    inner_TI = silu_mul(up_TX) if gate_up.outputs > down.inner else relu2(up_TX)
+    return linear(ops, inner_TI, down)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -57,5 +59,5 @@ def _wide(x: Tensor) -> torch.dtype:
 ROWS: tuple[Row, ...] = (
     plain("route_top_k", route_top_k),
     plain("route_sigmoid", route_sigmoid),
-    Row("expert_mlp", lambda ops: expert_mlp, fallback="torch_experts"),
+    Row("expert_mlp", lambda ops: partial(expert_mlp, ops), fallback="torch_experts"),
 )

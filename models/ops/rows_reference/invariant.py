@@ -47,9 +47,9 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     return one_by_one(dense.silu_mul, gate_up_T2I, out_TI)
 
 
-def linear(x_TN: Tensor, weight: Weight) -> Tensor:
+def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
     out_TO = x_TN.new_empty(x_TN.shape[0], weight.outputs)
-    return one_by_one(lambda x_1N: dense.linear(x_1N, weight), x_TN, out_TO)
+    return one_by_one(lambda x_1N: dense.linear(ops, x_1N, weight), x_TN, out_TO)
 
 
 def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
@@ -158,7 +158,7 @@ def route_sigmoid(
 
 
 def expert_mlp(
-    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
 ) -> Tensor:
     """A token's experts in the order of its choices."""
     out_TN = torch.zeros(x_TN.shape, dtype=torch.promote_types(x_TN.dtype, torch.float32), device=x_TN.device)
@@ -166,7 +166,7 @@ def expert_mlp(
         x_1N = x_TN[token : token + 1].clone()
         for choice, expert in enumerate(chosen):
             if expert >= 0:
-                term_1N = experts.one_expert(x_1N, gate_up.data[expert], down.data[expert])
+                term_1N = experts.one_expert(ops, x_1N, gate_up.matrix(expert), down.matrix(expert))
                 out_TN[token] += term_1N[0] * weights_TC[token, choice]
     return out_TN.to(x_TN.dtype)
 
@@ -237,10 +237,12 @@ def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, s
             state[slot] = before
 
 
-_DENSE = rms_norm, silu_mul, linear, router_logits, gated_add
-_OTHERS = decode_attention, route_top_k, route_sigmoid, expert_mlp, causal_conv, gated_delta
+_DENSE = rms_norm, silu_mul, router_logits, gated_add
+_OTHERS = decode_attention, route_top_k, route_sigmoid, causal_conv, gated_delta
 ROWS: tuple[Row, ...] = (
     *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, *_OTHERS)),
+    composed("linear", linear),
+    composed("expert_mlp", expert_mlp),
     composed("mamba2", mamba2),
     # Norms are sums over a head; the rotation has no sum, and its products and differences are rounded exactly.
     plain("rope_and_cache", partial(attention.rope_and_cache, rms_norm), INVARIANT),

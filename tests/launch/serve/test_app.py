@@ -1011,7 +1011,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     async def body(client: Client) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True}
         running = asyncio.ensure_future(client.post("/v1/completions", asked))
-        await client.until(lambda: client.engine.live == 1)
+        await client.until(lambda: client.server.live == 1)
         client.server.drain(60.0)
         await client.until(lambda: client.engine.draining)
         refused = await client.post("/v1/completions", asked)

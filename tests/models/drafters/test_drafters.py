@@ -330,7 +330,7 @@ def own(**keys: Any) -> dict[str, Any]:
         ({"block_size": 1}, "block_size.*is 1"),
         ({"layer_types": [FULL]}, "layer_types"),
         ({"layer_types": [SLIDING, FULL]}, "sliding_window"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"quantization_config": {"bits": 4}}, "'quant_method' None is not supported"),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def test_the_two_keys_of_layers_count_differently() -> None:
         ({"sliding_window": 512}, "'sliding_window' is 512"),
         ({"is_causal": False}, "'is_causal' is false"),
         ({"logit_scale": 0.5}, "'logit_scale' is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"quantization_config": {"bits": 4}}, "'quant_method' None is not supported"),
         ({"draft_vocab_size": 38}, "'draft_vocab_size' is 38, but 'vocab_size' 37"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "'use_aux_hidden_state' is false"),
         ({"eagle_config": {"use_last_layernorm": False}}, "'use_last_layernorm' is false"),

@@ -30,7 +30,7 @@ from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.interface import DeltaRule, Rotation
 from models.kernels.matmul.candidates import wide_candidates
-from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.choice_table import Choice, ChoiceTable, Decoded, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.norm import joined_norms, relu2
 from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
@@ -41,7 +41,7 @@ from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
-from parallel.layers.weight import Weight
+from parallel.layers.weight import Weight, fp8
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
@@ -96,6 +96,7 @@ def dense(driver: CompilingDriver) -> None:
     draft_trees(driver)
     windows(driver)
     drawn_guesses(driver)
+    fp8_products(driver)
     same_bits(driver, "8b", buckets=(1, 64))
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
@@ -370,6 +371,22 @@ def late_products(driver: CompilingDriver) -> None:
         for late in (False, True):
             driver.where = f"late {late}"
             kernels.matmul.run(x, Weight.of(weight), dataclasses.replace(choice, late=late), gate_up=False)
+
+
+def fp8_products(driver: CompilingDriver) -> None:
+    """Products of FP8 weights: activations as they are, quantised in the kernel, and before it; weights decoded."""
+    driver.where = "FP8"
+    kernels, form = nvidia_kernels(META), fp8(128, 128)
+    for choice, rows in (
+        (Gemv(4, 1024, 4), 1),
+        (Skinny(16, 64, 128, 4, 4, 4, 128), 16),
+        (Skinny(16, 64, 128, 4, 4, 4, 128, narrow=True), 16),
+        (Wide(128, 64, 128, 1, 4, 4, 0), 128),
+        (Decoded(), 128),
+    ):
+        codes = torch.empty(4096, 4096, dtype=form.dtype, device=META)
+        weight = Weight(codes, form, None, torch.empty(form.grid(4096, 4096), device=META))
+        kernels.matmul.run(torch.empty(rows, 4096, dtype=torch.bfloat16, device=META), weight, choice, gate_up=False)
 
 
 def all_reduces(driver: CompilingDriver, *sizes: int) -> None:

@@ -114,7 +114,7 @@ def check_mlp(
     gate_up = (torch.randn(experts, matrices * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
-    found = form(x, gate_up, down, weights, chosen, False)
+    found = form(x, Weight.of(gate_up), Weight.of(down), weights, chosen, False)
     wide = Weight.of(gate_up.double()), Weight.of(down.double())
     expected = REFERENCE.expert_mlp(x.double(), *wide, weights.double(), chosen, all_experts=2 * experts)
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))

@@ -1,0 +1,293 @@
+"""FP8 matrices of a checkpoint: which tensors are codes, which hold their scales, and a rank's piece of each.
+
+Knows: the names under which producers store scales, what must agree before anything is allocated, and how block scales
+are cut without rounding: a block that a shard's edge crosses is repeated in finer blocks.
+Does not know: the spelling of configs (quantization.py), layers, kernels.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.checkpoint import WeightsError, open_file
+from models.dummy import reach
+from models.quantization import Fp8Scheme, Quantization
+from models.weights_header import quoted
+from parallel.layers.shard import ScatteredShard, Shard
+from parallel.layers.weight import PlannedWeight, Weight, WeightFormat, fp8
+
+MOST_CODE = 448.0  # the largest float8_e4m3fn
+CODES = "F8_E4M3"  # in headers of safetensors
+_OTHER_CODES = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_SCALES = ("weight_scale_inv", "weight_scale")  # next to ``weight``; of fused experts ``_scale_inv`` and ``_scale``
+_SCALE_ENDS = tuple(f".{suffix}" for suffix in _SCALES)
+# Static scales of activations, and of keys and values: checked, and not used.
+_UNREAD = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
+_FIXED = "routers, embeddings and heads are not quantised here; use a checkpoint that leaves them as they are"
+_SUPPORTED = "supported are float8_e4m3fn codes with scales for the matrix, its rows or its blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """One checkpoint matrix of codes [N, K], or [E, N, K] of fused experts. ``scales``: float32, on the CPU, [grid of
+    the scheme], with E in front likewise."""
+
+    scheme: Fp8Scheme
+    shape: tuple[int, ...]
+    scales: Tensor
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the tensor that share a scale."""
+        rows, columns = self.shape[-2:]
+        if self.scheme.block is not None:
+            return self.scheme.block
+        return (1 if self.scheme.granularity == "row" else rows), columns
+
+    @property
+    def scaling(self) -> tuple[int, int]:
+        """Rows and columns of a rank's matrix that share a scale; 0 columns: whole rows. One scale for a tensor becomes
+        one for each of its rows, so that matrices of different scales can be stacked."""
+        return self.scheme.block or (1, 0)
+
+
+def split_off_codes(
+    stored: Mapping[str, Path], quantization: Quantization | None
+) -> tuple[dict[str, Path], dict[str, Codes]]:
+    """(the tensors that are no scales, the matrices of codes by name), of all tensors of a checkpoint.
+
+    Reads headers and scales, each file twice. Raises WeightsError, which names file, tensor and the config's entry, for
+    codes that the config leaves unquantised, codes without scales and scales without codes, another kind of codes, and
+    a scale that is not finite and positive, or has another shape than the config says.
+    """
+    if quantization is None:
+        return dict(stored), {}
+    headers = {name: (kind, shape) for name, kind, shape in _headers(stored)}
+    owners: dict[str, tuple[str, Fp8Scheme]] = {}  # scale -> matrix
+    for name, (kind, shape) in headers.items():
+        if kind in _OTHER_CODES:
+            raise WeightsError(f"{stored[name]}: tensor {quoted(name)} has dtype {kind}; {_SUPPORTED}")
+        if kind == CODES and len(shape) >= 2 and name.rsplit(".", 1)[-1] not in _SCALES:
+            scheme = _scheme(name, stored[name], quantization)
+            owners[_scale_of(name, stored, scheme)] = (name, scheme)
+    left = {name: file for name, file in stored.items() if name not in owners}
+    unread = {name: left.pop(name) for name in list(left) if name.rsplit(".", 1)[-1] in _UNREAD}
+    for name, file in left.items():
+        if name.endswith(_SCALE_ENDS):
+            raise WeightsError(f"{file}: tensor {quoted(name)} is the scale of a matrix that is not {CODES}")
+    for scale, (name, scheme) in owners.items():
+        _check_scale(scale, stored[scale], headers[scale], headers[name][1], scheme)
+    codes: dict[str, Codes] = {}
+    for scale, value in _read({**unread, **{scale: stored[scale] for scale in owners}}):
+        numbers = value.float()
+        if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
+            raise WeightsError(f"{stored[scale]}: scale {quoted(scale)} holds a number that is not finite and positive")
+        if scale in owners:
+            name, scheme = owners[scale]
+            *experts, rows, columns = headers[name][1]
+            codes[name] = Codes(scheme, headers[name][1], numbers.reshape(*experts, *scheme.grid(rows, columns)))
+    return left, codes
+
+
+def codes_by_config(
+    made: Sequence[PlannedWeight], shards: Mapping[str, Shard | ScatteredShard], quantization: Quantization
+) -> dict[str, Codes]:
+    """The matrices that a checkpoint of this config would store as codes, with one scale for all of them, which keeps
+    dummy activations near 1."""
+    free = _pieces_by_matrix([one.weight for one in made if not one.fixed], shards)
+    codes = {}
+    for name in {piece[0]: None for pieces in free.values() for piece in pieces}:
+        scheme = quantization.scheme(name.removesuffix(".weight"))
+        if scheme is not None:
+            *experts, rows, columns = shape = shards[name].full_shape
+            scales = torch.full((*experts, *scheme.grid(rows, columns)), reach(shape) / MOST_CODE)
+            codes[name] = Codes(scheme, shape, scales)
+    return codes
+
+
+def planned(
+    made: Sequence[PlannedWeight], shards: Mapping[str, Shard | ScatteredShard], codes: Mapping[str, Codes]
+) -> list[tuple[WeightFormat | None, ...]]:
+    """For each matrix of a model, the format of each part: FP8 where ``shards`` fill it from ``codes``.
+
+    Neighbouring parts whose codes are scaled alike become one matrix with the largest block that no piece cuts.
+    Raises WeightsError where a part would mix codes with numbers, or codes that are scaled differently, and for codes
+    of a matrix that is never quantised.
+    """
+    by_matrix = _pieces_by_matrix([one.weight for one in made], shards)
+    return [_formats(one, by_matrix.get(number, []), codes) for number, one in enumerate(made)]
+
+
+def place_all_scales(
+    made: Sequence[PlannedWeight], shards: Mapping[str, Shard | ScatteredShard], codes: Mapping[str, Codes]
+) -> None:
+    """Fills the scales of every FP8 matrix of a model that was built with the formats of ``planned``."""
+    leaves = [leaf for one in made for leaf in one.weight.parts or (one.weight,)]
+    for number, pieces in _pieces_by_matrix(leaves, shards).items():
+        leaf = leaves[number]
+        if leaf.scale is not None and leaf.format.block is not None:
+            for name, piece, expert, row, column in pieces:
+                into = leaf.scale if leaf.scale.dim() == 2 else leaf.scale[expert]
+                block = leaf.format.block[0], leaf.format.block[1] or leaf.inner
+                _place(codes[name], piece, (row, column), block, into)
+
+
+def refuse_nan_codes(shards: Mapping[str, Shard | ScatteredShard], codes: Mapping[str, Path]) -> None:
+    """Raises WeightsError, with file and tensor, for a loaded code that is no number. Reads the device once."""
+    names = [name for name in codes if any(piece.target.numel() for piece in shards[name].pieces)]
+    bad = [
+        torch.stack([(piece.target.view(torch.uint8) & 127).amax() for piece in shards[name].pieces]).amax() == 127
+        for name in names
+    ]
+    wrong = [name for name, is_bad in zip(names, torch.stack(bad).tolist() if bad else [], strict=True) if is_bad]
+    if wrong:
+        raise WeightsError(f"{codes[wrong[0]]}: tensor {quoted(wrong[0])} holds codes that are no numbers (NaN)")
+
+
+_Piece = tuple[str, Shard, int, int, int]  # tensor, piece, and of the rank's matrix: expert, first row, first column
+
+
+def _pieces_by_matrix(
+    matrices: Sequence[Weight], shards: Mapping[str, Shard | ScatteredShard]
+) -> dict[int, list[_Piece]]:
+    """Index in ``matrices`` -> the pieces that fill it, found by the memory that they share."""
+    numbers = {matrix.data.untyped_storage()._cdata: number for number, matrix in enumerate(matrices)}
+    found: dict[int, list[_Piece]] = {}
+    for name, shard in shards.items():
+        for piece in shard.pieces:
+            number = numbers.get(piece.target.untyped_storage()._cdata)
+            if number is not None and piece.target.numel():
+                matrix = matrices[number]
+                expert, within = divmod(int(piece.target.storage_offset()), matrix.outputs * matrix.inner)
+                found.setdefault(number, []).append((name, piece, expert, *divmod(within, matrix.inner)))
+    return found
+
+
+def _formats(
+    one: PlannedWeight, pieces: Sequence[_Piece], codes: Mapping[str, Codes]
+) -> tuple[WeightFormat | None, ...]:
+    ends = list(itertools.accumulate(one.parts))
+    parts: list[list[_Piece]] = [[] for _ in ends]
+    for piece in pieces:
+        parts[bisect.bisect_right(ends, piece[3])].append(piece)
+    found: list[WeightFormat | None] = []
+    for scaling, group in itertools.groupby(range(len(parts)), lambda n: _scaling(one, parts[n], codes)):
+        run = list(group)
+        form = None
+        if scaling is not None:
+            first = ends[run[0]] - one.parts[run[0]]
+            moved = [(codes[p[0]], p[1], p[3] - first, p[4]) for n in run for p in parts[n]]
+            form = fp8(*_refined(scaling, moved))
+        found += [form] * len(run)
+    return tuple(found)
+
+
+def _scaling(one: PlannedWeight, part: Sequence[_Piece], codes: Mapping[str, Codes]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in a part's codes, 0 columns for whole rows; None without codes."""
+    found = {piece[0]: codes[piece[0]].scaling if piece[0] in codes else None for piece in part}
+    kinds = set(found.values())
+    if one.fixed and kinds - {None}:
+        raise WeightsError(f"tensor {quoted(min(found))} is {CODES}, but {_FIXED}")
+    if len(kinds) > 1:
+        names = [next(name for name in sorted(found) if found[name] == kind) for kind in kinds]
+        raise WeightsError(
+            f"tensors {' and '.join(map(quoted, sorted(names)))} are parts of one matrix, but not quantised alike; "
+            "use a checkpoint that quantises all of them, or none"
+        )
+    return kinds.pop() if kinds else None
+
+
+def _refined(scaling: tuple[int, int], pieces: Iterable[tuple[Codes, Shard, int, int]]) -> tuple[int, int]:
+    """The largest block of which every edge of ``pieces`` (codes, shard, first row and column in the rank's matrix) is
+    a multiple: a block that an edge crosses is repeated in finer ones. A checkpoint dim that is whole has no edge at
+    its end."""
+    sizes = list(scaling)
+    for _, shard, *first in pieces:
+        for dim in (0, 1):
+            if sizes[dim]:
+                taken, full = shard.ranges[dim - 2], shard.full_shape[dim - 2]
+                partial = taken.stop - taken.start if taken.stop - taken.start < full else 0
+                sizes[dim] = math.gcd(sizes[dim], taken.start, first[dim], partial)
+    return sizes[0], sizes[1]
+
+
+def _place(codes: Codes, shard: Shard, first: tuple[int, int], block: tuple[int, int], into: Tensor) -> None:
+    """Copies the scales of one piece, which lies from row and column ``first`` of the rank's matrix on, into ``into``:
+    the matrix's scales, one a ``block``."""
+    picked = codes.scales if codes.scales.dim() == 2 else codes.scales[shard.ranges[0].start]
+    for dim in (0, 1):
+        taken = shard.ranges[dim - 2]
+        starts = torch.arange(taken.start, taken.stop, block[dim])
+        picked = picked.index_select(dim, starts // codes.block[dim])
+        into = into.narrow(dim, first[dim] // block[dim], len(starts))
+    into.copy_(picked)
+
+
+def _headers(stored: Mapping[str, Path]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    for file in sorted(set(stored.values())):
+        with open_file(file) as reader:
+            for name in sorted(name for name, home in stored.items() if home == file):
+                header = reader.get_slice(name)
+                yield name, header.get_dtype(), tuple(header.get_shape())
+
+
+def _scheme(name: str, file: Path, quantization: Quantization) -> Fp8Scheme:
+    module = name.removesuffix(".weight")
+    scheme = quantization.scheme(module)
+    if scheme is not None:
+        return scheme
+    entry = quantization.kept_by(module)
+    said = (
+        f"{entry} leaves it as it is"
+        if entry
+        else f"no group of 'quantization_config' ({quantization.method}) names it"
+    )
+    raise WeightsError(f"{file}: tensor {quoted(name)} is {CODES}, but {said}")
+
+
+def _scale_of(name: str, stored: Mapping[str, Path], scheme: Fp8Scheme) -> str:
+    """The tensor with the scales of a matrix. Raises WeightsError where no file holds one."""
+    if name.endswith(".weight"):
+        spelled = [name.removesuffix("weight") + suffix for suffix in _SCALES]
+    else:  # fused experts
+        spelled = [f"{name}_{suffix.removeprefix('weight_')}" for suffix in _SCALES]
+    found = next((scale for scale in spelled if scale in stored), None)
+    if found is None:
+        raise WeightsError(
+            f"{stored[name]}: tensor {quoted(name)} is {CODES}, but no file holds its scale ("
+            f"{' or '.join(map(quoted, spelled))}); {scheme.entry}"
+        )
+    return found
+
+
+def _check_scale(
+    name: str, file: Path, header: tuple[str, tuple[int, ...]], matrix: tuple[int, ...], scheme: Fp8Scheme
+) -> None:
+    kind, found = header
+    if kind not in _SCALE_DTYPES:
+        raise WeightsError(
+            f"{file}: scale {quoted(name)} has dtype {kind}; scales must be one of {', '.join(_SCALE_DTYPES)}"
+        )
+    *experts, rows, columns = matrix
+    grid = [*experts, *scheme.grid(rows, columns)]
+    if [size for size in found if size > 1] != [size for size in grid if size > 1]:
+        raise WeightsError(
+            f"{file}: scale {quoted(name)} has shape {list(found)}, but a matrix {list(matrix)} with {scheme.entry} "
+            f"has {grid}"
+        )
+
+
+def _read(stored: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(set(stored.values())):
+        with open_file(file) as reader:
+            for name in (name for name, home in stored.items() if home == file):
+                yield name, reader.get_tensor(name)
