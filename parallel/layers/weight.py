@@ -95,7 +95,12 @@ class Weight:
 
     @classmethod
     def stacked(cls, weights: Sequence[Weight]) -> Weight:
-        """A copy of the rows of several of one format, with a bias if each has one."""
+        """A copy of the rows of several, with a bias if each has one; without a copy ``joined`` where formats differ or
+        blocks of scales do not meet."""
+        rows = (weights[0].format.block or (1, 0))[0]
+        alike = len({weight.format for weight in weights}) == 1 and not any(weight.parts for weight in weights)
+        if not alike or any(weight.outputs % rows for weight in weights[:-1]):
+            return cls.joined([part for weight in weights for part in weight.parts or (weight,)])
         biases = [weight.bias for weight in weights if weight.bias is not None]
         bias = torch.cat(biases) if len(biases) == len(weights) else None
         scales = [weight.scale for weight in weights if weight.scale is not None]

@@ -161,27 +161,19 @@ def test_the_form_follows_tokens_and_heads(
     kernels: Nvidia, tokens: int, dim: int, rotary: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few tokens, and heads of which a part passes through or that are no power of two, go token by token."""
-    asked: list[str] = []
-
-    def note(module: Any) -> None:
-        kernel = module.rope_and_cache
-
-        def noted(*given: Any) -> Any:
-            asked.append(module.__name__.rpartition(".")[2])
-            return kernel(*given)
-
-        monkeypatch.setattr(module, "rope_and_cache", noted)
+    taken: list[int] = []
 
     def chosen(qkv: Tensor, heads: int, kv: Tensor, turn: Rotation, pdl: bool) -> Tensor:
         assert kernels.pdl == pdl
+        call = attention._rope_call(qkv, heads, kv, turn)
+        rows = kernels.rows_of("rope_and_cache")
+        taken.append(next(n for n, row in enumerate(rows) if not row.refuses or row.refuses(kernels, call) is None))
         return kernels.rope_and_cache(qkv, heads, kv, turn)
 
     monkeypatch.setattr(attention, "_MOST_FEW", 8)
-    note(rope_decode)
-    note(rope_prefill)
     made = Case.random(tokens, 3, 1, dim, rotary, True, torch.float32)
     made.check(made.run(chosen))
-    assert asked == ["rope_prefill" if many else "rope_decode"]
+    assert taken == [0 if many else 1]  # for many tokens, and for few
 
 
 @pytest.mark.parametrize("form", [rope_prefill.rope_and_cache, rope_decode.rope_and_cache])

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from models.checkpoint import WeightsError
 from models.config import ModelConfig
-from models.drafters.draft_config import MTPConfig
-from models.drafters.load import load_own_mtp
+from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
+from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.kernels.traits import H200
 from models.layers.context import ModelContext
@@ -33,6 +33,7 @@ from parallel.layers.weight import Weight, fp8
 from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig, Fp8Activations
 from runtime.model_checks import check_fp8
+from tests.models.drafters.tiny_drafters import dflash_config, dflash_tensors, eagle3_config, eagle3_tensors
 from tests.models.quantised import quantise, schemes
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write
 from tests.models.tiny_delta import FAMILIES
@@ -139,6 +140,29 @@ def test_parts_of_one_projection_may_differ_in_scheme(tmp_path: Path) -> None:
     assert [part.outputs for part in qkv.parts] == [qkv.outputs - 10, 10]
     x_TN = torch.randn(3, qkv.inner)
     torch.testing.assert_close(reference_kernels().linear(x_TN, qkv), reference_kernels().linear(x_TN, expected))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fused_experts_have_fused_scales(size: int, tmp_path: Path) -> None:
+    """[E, 2 I, N] and [E, N, I], as transformers 5 saves them, with scales of the same order."""
+    coded, plain = write_both(tmp_path, MODELS["qwen3-moe"], "A")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(coded.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for suffix, ending in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            parts = {
+                kind: [tensors.pop(f"{prefix}{expert}.{kind}_proj.{suffix}") for expert in range(8)]
+                for kind in ("gate", "up", "down")
+            }
+            both = [torch.cat([g.float(), u.float()]) for g, u in zip(parts["gate"], parts["up"], strict=True)]
+            kind = parts["gate"][0].dtype
+            tensors[f"{prefix}gate_up_proj{ending}"] = torch.stack(both).to(kind)
+            tensors[f"{prefix}down_proj{ending}"] = torch.stack([one.float() for one in parts["down"]]).to(kind)
+    (fused := tmp_path / "fused").mkdir()
+    write(fused, tensors, config=json.loads((coded / "config.json").read_text()))
+    check_same(load(fused, size - 1, size), load(plain, size - 1, size))
 
 
 def test_dummy_weights_take_a_quantization_config() -> None:
@@ -287,6 +311,41 @@ def test_an_mtp_layer_in_its_targets_checkpoint_may_be_codes(tmp_path: Path) -> 
     assert any(weight.scale is not None for weight in coded.values())
     for name, weight in coded.items():
         assert torch.equal(weight.plain(torch.float32), plain[name].data), name
+
+
+@pytest.mark.parametrize("letter", ["A", "B"])
+def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) -> None:
+    """DFlash stacks the entry rows of its layers, EAGLE-3 has a head and an embedding that stay as they are."""
+    of_target = TINY | {"attention_bias": False, "architectures": ["Qwen3ForCausalLM"]}
+    target = load_model(
+        ModelConfig.from_dict(of_target),
+        None,
+        load_format="dummy",
+        collectives=SingleRank(),
+        kernels=reference_kernels(),
+    )
+    kinds: tuple[tuple[str, dict[str, Any], dict[str, Tensor]], ...] = (
+        ("dflash", dflash_config(), dflash_tensors(dflash_config())),
+        ("eagle3", eagle3_config(), eagle3_tensors(eagle3_config(), range(6))),
+    )
+    for kind, config, tensors in kinds:
+        kept = [name.removesuffix(".weight") for name in tensors if re.search(r"embed|lm_head|^fc|norm", name)]
+        made = quantise(tensors, schemes()[letter], lambda name: name.removesuffix(".weight") in kept, kept)  # noqa: B023
+        stored, meant, said = made
+        found = []
+        for name, held, more in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
+            (folder := tmp_path / f"{kind}-{name}").mkdir()
+            write(folder, {key: one.clone() for key, one in held.items()}, config=config | more)
+            draft: nn.Module
+            if kind == "dflash":
+                draft = load_dflash(target, DFlashConfig.from_folder(folder), folder)
+            else:
+                draft = load_eagle3(target, Eagle3Config.from_folder(folder), folder)
+            found.append(dict(weights(draft)))
+        coded, plain = found
+        assert any(part.scale is not None for weight in coded.values() for part in weight.parts or (weight,)), kind
+        for name, weight in coded.items():
+            assert torch.equal(weight.plain(torch.float32), plain[name].plain(torch.float32)), (kind, name)
 
 
 def answers(folder: Path, activations: Fp8Activations, depth: int = 2) -> dict[int, tuple[int, ...]]:
