@@ -97,6 +97,15 @@ def test_ops_with_norms_and_parts(kernels: Nvidia, rows: int) -> None:
     near(found, torch.nn.functional.silu(gate) * up, "gate_up", 6e-2)
 
 
+@pytest.mark.parametrize("block", [(1, 0), (128, 128)])
+def test_matrices_of_one_choice_keep_their_own_groups(kernels: Nvidia, block: tuple[int, int]) -> None:
+    """What runs a choice is shared by all shapes: a group of activations is as wide as each matrix says."""
+    for inner in (1024, 2048, 1024):
+        weight, x_TN = codes((512, inner), block), torch.randn(300, inner, device="cuda").bfloat16()
+        expected = simulated(x_TN, block[1] or inner) @ weight.plain(torch.float32).t()
+        near(kernels.linear(x_TN, weight), expected, (block, inner))
+
+
 @pytest.mark.parametrize("activations", ["never", "auto", "always"])
 def test_the_option_decides_whether_activations_are_quantised(kernels: Nvidia, activations: str) -> None:
     weight, made = codes((512, 512), (128, 128)), kernels.matmul

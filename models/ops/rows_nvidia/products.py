@@ -8,7 +8,8 @@ or how a kernel computes. Each row serves x W^T (+ bias); what its ``form`` lack
     pushes   the result goes into the peers' buffers, too
 
 ``ops`` of these rows is the TunedProducts; ``call`` a LinearShape; ``config`` a Choice. What ``bind`` returns is called
-with (x, weight, residual, norm, eps, buffers), the last four optional, and returns (result, x + residual).
+with (x, weight, residual, norm, eps, buffers), the last four optional, and returns (result, x + residual). It serves
+every shape of that choice and form (tuned.py shares it): what depends on a matrix comes from ``weight``.
 """
 
 from __future__ import annotations
@@ -107,28 +108,27 @@ def _skinny(products: Any, shape: LinearShape, choice: Skinny) -> Run:
 
 def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
     kernel: Run = partial(wide.wide, **_shared(products, shape, choice))
-    if shape.block is None:
-        return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight.data, weight.bias), x_MK)
-    pdl, group, dtype = products.pdl, shape.block[1] or shape.inner, shape.dtype
+    pdl = products.pdl
 
     def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
-        codes_MK, scales_GM = codes.quantise(x_MK, group, pdl)
-        scaled = {"x_scale_GM": scales_GM, "scale": weight.scale, "block": weight.format.block, "dtype": dtype}
+        if weight.format.block is None:
+            return kernel(x_MK, weight.data, weight.bias), x_MK
+        codes_MK, scales_GM = codes.quantise(x_MK, weight.format.block[1] or weight.inner, pdl)
+        scaled = {"x_scale_GM": scales_GM, "scale": weight.scale, "block": weight.format.block, "dtype": x_MK.dtype}
         return kernel(codes_MK, weight.data, weight.bias, **scaled), x_MK
 
     return run
 
 
 def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
-    pdl, group, blocked = products.pdl, 0, False
-    if shape.block is not None:
-        blocked, group = shape.block[1] > 0, shape.block[1] or shape.inner
+    pdl = products.pdl
 
     def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
-        rows = x_MK.shape[0]
+        rows, block = x_MK.shape[0], weight.format.block
         assert weight.scale is not None
-        codes_MK, scales_GM = codes.quantise(x_MK, group, pdl, -(-rows // 16) * 16)
-        scales = (scales_GM.t(), weight.scale.t()) if blocked else (scales_GM.view(-1, 1), weight.scale.view(1, -1))
+        assert block is not None
+        codes_MK, scales_GM = codes.quantise(x_MK, block[1] or weight.inner, pdl, -(-rows // 16) * 16)
+        scales = (scales_GM.t(), weight.scale.t()) if block[1] else (scales_GM.view(-1, 1), weight.scale.view(1, -1))
         out_MO = torch._scaled_mm(codes_MK, weight.data.t(), *scales, out_dtype=x_MK.dtype)[:rows]
         return (out_MO if weight.bias is None else out_MO + weight.bias), x_MK
 

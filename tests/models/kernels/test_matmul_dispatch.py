@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from models.kernels.matmul import choice_table
-from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape
+from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape, Scaled
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.traits import H200
-from parallel.layers.weight import Weight
+from parallel.layers.weight import Weight, fp8
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.ops.tuned")
+product_rows = importlib.import_module("models.ops.rows_nvidia.products")
 nvidia = importlib.import_module("tests.models.kernels.nvidia_kernels")
 
 SHAPES = [LinearShape(8, outputs, 512, torch.bfloat16) for outputs in (256, 384, 512)]
@@ -129,3 +131,21 @@ def test_what_a_start_measured_does_not_overrule_a_larger_bucket_of_the_table(
     assert matmul.choice(shape) == Blas(), "it stands in"
     matmul.tune([], tmp_path)
     assert matmul.choice(shape) == Blas()
+
+
+def test_what_runs_fp8_serves_matrices_of_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of one choice share it, so the group of activations comes from the matrix."""
+    asked: list[int] = []
+
+    def quantise(x_MK: torch.Tensor, group: int, pdl: bool, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(group)
+        return torch.zeros(rows, x_MK.shape[1]), torch.zeros(x_MK.shape[1] // group, rows)
+
+    monkeypatch.setattr(product_rows.codes, "quantise", quantise)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda x, w, *scales, out_dtype: (x @ w.float()).to(out_dtype))
+    shape = LinearShape(3, 32, 64, torch.bfloat16, block=(1, 0))
+    run = product_rows.ROWS[Scaled].bind(SimpleNamespace(pdl=False), shape, Scaled())
+    for inner in (64, 128):
+        weight = Weight(torch.zeros(32, inner, dtype=torch.float8_e4m3fn), fp8(1, 0), None, torch.ones(32, 1))
+        assert run(torch.zeros(3, inner, dtype=torch.bfloat16), weight)[0].shape == (3, 32)
+    assert asked == [64, 128]
