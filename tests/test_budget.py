@@ -49,8 +49,8 @@ def files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
-def run(files: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    plugin = budget.Budget(lambda: float(os.environ["TAKEN"]))
+def run(files: pytest.Pytester, *arguments: str, slowness: float = 1.0) -> pytest.RunResult:
+    plugin = budget.Budget(lambda: float(os.environ["TAKEN"]), lambda: slowness)
     return files.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", *arguments, plugins=[plugin])
 
 
@@ -58,6 +58,10 @@ def test_a_test_over_the_limit_twice_fails_unless_it_is_marked(files: pytest.Pyt
     done = run(files)
     done.assert_outcomes(passed=5, failed=1)
     done.stdout.fnmatch_lines(["*test_dear took 3.10 CPU seconds when it ran again, 3 times the limit of 1 s. *"])
+
+
+def test_a_slower_cpu_has_longer_seconds(files: pytest.Pytester) -> None:
+    run(files, slowness=1.1).assert_outcomes(passed=6)
 
 
 def test_a_quick_room_has_a_tenth_and_alone_is_collected(

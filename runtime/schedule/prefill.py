@@ -79,14 +79,20 @@ class Prefill:
     def _in_waves(
         self, mixed: MixedSteps, shares: dict[SequenceState, int], row_tokens: int
     ) -> dict[SequenceState, int]:
-        """``shares`` whose chunks after long prefixes fill waves of attention, in the nearer of two buckets."""
+        """``shares`` whose chunks after long prefixes fill waves of attention, in the nearer of two buckets.
+
+        The lower bucket is taken only if the first in line keeps half of the step.
+        """
         long = [sequence for sequence in shares if sequence.prefilled >= mixed.long_prefix]
         most = max(sum(shares.values()), self._budget.most_beside(row_tokens))
         shares = whole_waves(shares, long, mixed.tile, mixed.wave, most)
         total = row_tokens + sum(shares.values())
         beyond = total - self._budget.floor(total)
         last = next((sequence for sequence in reversed(shares) if sequence in long), None)
-        if last is not None and beyond < min(shares[last], self._budget.bucket(total) - total):
+        if last is None or beyond >= min(shares[last], self._budget.bucket(total) - total):
+            return shares
+        first = min(shares, key=lambda sequence: sequence.order)
+        if last is not first or 2 * shares[first] >= sum(shares.values()) + beyond:
             shares[last] -= beyond
         return shares
 

@@ -56,6 +56,10 @@ def test_traces_equal_the_serial_engine(part: int) -> None:
     assert steps >= 100 * SEEDS
 
 
+def test_the_first_in_line_keeps_half_of_a_step_that_is_cut_to_a_lower_bucket() -> None:
+    check_seed(275791)  # found by `make test-all PART=fuzz`
+
+
 def test_a_seed_replays_exactly() -> None:
     first, second = run(make_trace(12)), run(make_trace(12))
     assert first == second
