@@ -91,6 +91,7 @@ SLOWER: tuple[str, ...] = (
     "tests/runtime/schedule/test_sessions.py",
     "tests/runtime/schedule/test_shares.py",
     "tests/runtime/schedule/test_sharing.py",
+    "tests/runtime/schedule/test_simulate.py",
     "tests/runtime/speculate",
     "tests/runtime/test_chain_depth.py",
     "tests/runtime/test_step_budget.py",
