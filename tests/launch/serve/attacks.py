@@ -177,8 +177,10 @@ async def unfinished(server: Server) -> str:
         reader, writer = await server.connect()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (31 * MIB)
         with contextlib.suppress(OSError):
-            writer.write(head + b'{"prompt":"' + b"a" * (31 * MIB - 100))
-            await writer.drain()
+            writer.write(head + b'{"prompt":"')
+            for _ in range(31 * 16 - 1):  # a few at a time: the victims' clients run on this loop, too
+                writer.write(b"a" * (MIB // 16))
+                await writer.drain()
             while await reader.read(1 << 16):
                 pass
         ended.append(time.monotonic() - began)
