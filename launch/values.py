@@ -6,6 +6,7 @@ option or variable a number is for; argparse puts its name before the complaint.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from argparse import ArgumentTypeError
@@ -52,6 +53,17 @@ def integer(text: str) -> int:
         return integer_from(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """As ``{"name": true}``. Raises ArgumentTypeError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+    return value
 
 
 def number(text: str) -> float:

@@ -65,6 +65,7 @@ SERVED_ONLY_CHATS: Final[Neutral] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "reasoning_effort": (),
+    "include_reasoning": (True,),
 }
 # What a message of a batch may have. Over HTTP there may be more: a template may know it.
 _IN_MESSAGES: Final = {

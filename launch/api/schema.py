@@ -133,6 +133,7 @@ class ChatFields(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     # Only `serve` has them; `generate` takes what does without (body_rules.SERVED_ONLY_CHATS).
     documents: list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None

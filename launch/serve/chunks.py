@@ -16,7 +16,7 @@ import msgspec
 
 from launch.api import response_logprobs
 from launch.api.response_logprobs import Placed, TokenPlaces
-from launch.serve.parsers.deltas import Delta, merged
+from launch.serve.parsers.deltas import Delta, joined, merged
 from launch.serve.requests import Asked
 from runtime.frontend.answer import Answer, Piece
 from runtime.frontend.logprobs import prompt_logprobs
@@ -50,7 +50,7 @@ class ChunkWriter:
     def token(
         self, index: int, piece: Piece, reason: str | None, deltas: list[Delta] | None, usage: Row | None
     ) -> bytes:
-        """The chunk of one token. ``deltas``: what tool calls made of its text; ``usage``: where every chunk has it."""
+        """The chunk of one token. ``deltas``: what a parser made of its text; ``usage``: where every chunk has it."""
         asked = self._asked
         plain = reason is None and piece.logprob is None and deltas is None and usage is None and not asked.token_ids
         if plain and index in self._begun:
@@ -66,17 +66,13 @@ class ChunkWriter:
         if not asked.chat:
             return self._choice({"index": index, "text": self._text(index, piece.text), "logprobs": logprobs,
                                  "finish_reason": reason, **extra}, usage)  # fmt: skip
-        delta: Row = {"content": piece.text} if deltas is None else _joined(deltas)
+        delta: Row = {"content": piece.text} if deltas is None else joined(deltas)
         if index not in self._begun:
             self._begun.add(index)
             delta = {"role": "assistant", **delta}
         return self._choice(
             {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **extra}, usage, beside
         )
-
-    def end(self, index: int, text: str, reason: str, deltas: list[Delta] | None, usage: Row | None) -> bytes:
-        """The last chunk of an answer whose end came without a token."""
-        return self.token(index, Piece(-1, text, None), reason, deltas, usage)
 
     def usage(self, usage: Row) -> bytes:
         """The last chunk of all: no choices."""
@@ -106,11 +102,13 @@ class ChunkWriter:
         return response_logprobs.of_completion([(piece.token_id, entry)], places)
 
 
-def usage_of(asked: Asked, answers: list[Answer]) -> Row:
-    """Tokens of prompts and answers; a prompt counts once, however many answers it has."""
+def usage_of(asked: Asked, answers: list[Answer], thought: int | None = None) -> Row:
+    """Tokens of prompts and answers; a prompt counts once, however many answers it has. ``thought``: of them, those of
+    reasoning, where that is read."""
     generated = 0 if asked.hidden else sum(len(answer.token_ids) for answer in answers)
     prompt = asked.prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    usage: Row = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return usage if thought is None else {**usage, "completion_tokens_details": {"reasoning_tokens": thought}}
 
 
 def finish_reason(asked: Asked, answer: Answer, called: bool) -> str:
@@ -136,10 +134,11 @@ def whole(
     created: int,
     answers: list[Answer],
     pieces: list[list[Piece]],
-    deltas: list[list[Delta]],
+    deltas: list[list[Delta]] | None,
     tokenizer: Tokenizer | None,
+    usage: Row,
 ) -> bytes:
-    """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where there are tools.
+    """The JSON of an answer that is not streamed. ``deltas``: of each choice's text, where a parser reads it.
 
     Choice by choice: between two of them other threads run.
     """
@@ -149,7 +148,8 @@ def whole(
         first = answers[index // asked.sampling.n * asked.sampling.n]  # of the prompt: it alone scored it
         scores = _prompt_scores(asked, index, first) if asked.sampling.prompt_logprobs is not None else ()
         if asked.chat:
-            row = _chat_choice(asked, index, answer, pieces[index], deltas[index], tokenizer)
+            found = None if deltas is None else deltas[index]
+            row = _chat_choice(asked, index, answer, pieces[index], found, tokenizer)
         else:
             row = _completion_choice(asked, index, answer, pieces[index], scores, tokenizer)
         of_prompt = whole_prompt if asked.chat else row
@@ -167,19 +167,21 @@ def whole(
             "created": created,
             "model": asked.model,
             "choices": choices,
-            "usage": usage_of(asked, answers),
+            "usage": usage,
             **whole_prompt,
         }
     )
 
 
 def _chat_choice(
-    asked: Asked, index: int, answer: Answer, pieces: list[Piece], deltas: list[Delta], tokenizer: Tokenizer | None
+    asked: Asked,
+    index: int,
+    answer: Answer,
+    pieces: list[Piece],
+    deltas: list[Delta] | None,
+    tokenizer: Tokenizer | None,
 ) -> Row:
-    content, calls = merged(deltas) if asked.tools else (answer.text, [])
-    message: Row = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = calls
+    message: Row = {"role": "assistant", **({"content": answer.text} if deltas is None else merged(deltas))}
     logprobs = None
     if asked.sampling.logprobs is not None:
         entries = [piece.logprob for piece in pieces if piece.logprob is not None]
@@ -190,7 +192,7 @@ def _chat_choice(
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": finish_reason(asked, answer, bool(calls)),
+        "finish_reason": finish_reason(asked, answer, "tool_calls" in message),
     }
 
 
@@ -243,12 +245,3 @@ def _finite(entry: TokenLogprob) -> TokenLogprob:
         return entry
     top = tuple((token, max(value, _LEAST)) for token, value in entry.top)
     return replace(entry, logprob=max(entry.logprob, _LEAST), top=top)
-
-
-def _joined(deltas: list[Delta]) -> Row:
-    """What one token brought as one delta: text before a call, and pieces of calls in their order."""
-    content = "".join(delta["content"] for delta in deltas if "content" in delta)
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    if not calls:
-        return {"content": content}
-    return {"tool_calls": calls, **({"content": content} if content else {})}

@@ -24,6 +24,8 @@ from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from launch.ranks.signals import Interrupts
 from launch.serve.options import ServeCommand, ServeOptions
+from launch.serve.parsers.detect import calls_of, reasoning_of
+from launch.serve.parsers.table import CALLS
 from launch.serve.processes import ApiProcesses, listeners, not_listening
 from launch.serve.settings import ServerSettings
 from runtime.config import EngineConfig, require_real_texts
@@ -147,12 +149,14 @@ def settings_of(
     ):
         if file is not None and not file.is_file():
             raise UsageError(f"{flag} {file}: there is no such file")
-    if Tokenizer.if_any(model) is None:
+    tokenizer = Tokenizer.if_any(model)
+    if tokenizer is None:
         log.warning("%s has no tokenizer.json: only token ids are understood, and answers have no text", model)
     if options.chat_template is not None:
-        ChatTemplate.from_file(options.chat_template, model)
+        chat: ChatTemplate | None = ChatTemplate.from_file(options.chat_template, model)
     else:
-        ChatTemplate.from_folder(model)
+        chat = ChatTemplate.from_folder(model)
+    calls, reasoning = _formats(options, chat, tokenizer)
     keys = _keys(options, environ)
     local = options.uds is None and _local(options)
     if not keys and not options.insecure and options.uds is None and not local:
@@ -181,7 +185,10 @@ def settings_of(
         defaults=defaults,
         max_tokens=options.max_tokens,
         chat_template=None if options.chat_template is None else str(options.chat_template),
-        tool_call_parser=options.tool_call_parser,
+        tool_call_parser=calls,
+        reasoning_parser=reasoning,
+        reasoning_field=options.reasoning_field,
+        template_kwargs=options.default_chat_template_kwargs or {},
         api_keys=keys,
         allowed_origins=tuple(options.allowed_origins or ()),
         allowed_hosts=tuple(options.allowed_hosts or ((options.host,) if local and not keys else ())),
@@ -198,6 +205,31 @@ def settings_of(
         version=release,
         device=config.device,
     )
+
+
+def _formats(options: ServeOptions, chat: ChatTemplate | None, tokenizer: Tokenizer | None) -> tuple[str, str]:
+    """Of tool calls and of reasoning in answers: those that were asked for, or found. Raises UsageError."""
+    calls, reasoning = options.tool_call_parser, options.reasoning_parser
+    variables = options.default_chat_template_kwargs or {}
+    if chat is None or tokenizer is None:
+        calls, reasoning = ("none" if name == "auto" else name for name in (calls, reasoning))
+    elif "auto" in (calls, reasoning):
+        found = calls_of(chat, variables) if calls == "auto" else calls
+        if reasoning == "auto":
+            reasoning = reasoning_of(chat, variables, tokenizer.added_ids.values(), found) or "none"
+        calls = found or "none"
+        log.info(
+            "answers: tool calls in the format %s, reasoning in %s, as the chat template renders a sample "
+            "(--tool-call-parser, --reasoning-parser)",
+            calls,
+            reasoning,
+        )
+    if calls == "none" and options.enable_auto_tool_choice:
+        raise UsageError(
+            "--enable-auto-tool-choice: the chat template renders tool calls in no known format; type "
+            f"--tool-call-parser with one of {', '.join(CALLS)}"
+        )
+    return calls, reasoning
 
 
 def _check_certificate(options: ServeOptions) -> None:

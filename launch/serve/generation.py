@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,8 +21,8 @@ from starlette.types import Receive
 from launch.serve.chunks import ChunkWriter, finish_reason, usage_of, whole
 from launch.serve.errors import ApiError, engine_failed, refused_by_engine, unavailable
 from launch.serve.metrics import Metrics
+from launch.serve.parsers.answer_parser import AnswerParser
 from launch.serve.parsers.deltas import Delta, first_calls
-from launch.serve.parsers.table import PARSERS
 from launch.serve.requests import Asked
 from launch.serve.settings import ServerSettings
 from launch.serve.sse import EventStream
@@ -54,14 +55,15 @@ class Generation:
         self._tokenizer = tokenizer
         self._id = answer_id
         self._created = int(time.time())
-        self._tools = [PARSERS[settings.tool_call_parser]() for _ in asked.sequences] if asked.tools else []
-        marks = self._tools[0].marks if self._tools else ()
+        self._parsers = parsers_for(asked, settings, tokenizer)
+        marks = self._parsers[0].marks if self._parsers else ()
         self._answers = [
             Answer(tokenizer, asked.sampling, sequence.stop_token_ids, sequence.prompt_token_ids, marks)
             for sequence in asked.sequences
         ]
         self._pieces: list[list[Piece]] = [[] for _ in asked.sequences]
         self._deltas: list[list[Delta]] = [[] for _ in asked.sequences]
+        self._thought = 0  # tokens of reasoning
         self._keep_pieces = asked.sampling.logprobs is not None and not asked.stream
         self._open = len(asked.sequences)
         self._watch = _Stopwatch(metrics, asked, arrived_at)
@@ -107,8 +109,9 @@ class Generation:
             if not self._open and not (awaited and mailbox.live):
                 break
             updates = await mailbox.take()
-        parts = self._asked, self._id, self._created, self._answers, self._pieces, self._deltas, self._tokenizer
-        tokens = usage_of(self._asked, self._answers)["total_tokens"] * self._asked.sampling.n
+        deltas, usage = self._deltas if self._parsers else None, self._usage()
+        parts = self._asked, self._id, self._created, self._answers, self._pieces, deltas, self._tokenizer, usage
+        tokens = usage["total_tokens"] * self._asked.sampling.n
         if self._keep_pieces or awaited or tokens > _SHORT:
             return await asyncio.to_thread(whole, *parts)
         return whole(*parts)
@@ -124,9 +127,11 @@ class Generation:
             mailbox.stop(index, await_end=self._asked.sampling.prompt_logprobs is not None)
         if self._keep_pieces:
             self._pieces[index] += gain.pieces
-        if not self._asked.stream and self._asked.tools:
-            text = "".join(piece.text for piece in gain.pieces) + gain.rest
-            self._deltas[index] += self._called(index, text, answer.reason is not None and not ended_before)
+        if not self._asked.stream and self._parsers:
+            for piece in gain.pieces:
+                self._deltas[index] += self._parsed(index, piece, False)
+            if answer.reason is not None and not ended_before:
+                self._deltas[index] += self._parsed(index, Piece(-1, gain.rest, None), True)
         if answer.reason is not None and not ended_before:
             self._open -= 1
             self._raise_failure(answer)
@@ -177,7 +182,7 @@ class Generation:
         except EngineLost as error:
             raise self._lost(error) from None
         if asked.include_usage:
-            yield writer.usage(usage_of(asked, self._answers))
+            yield writer.usage(self._usage())
 
     def _chunks(self, writer: ChunkWriter, mailbox: Mailbox, update: Update) -> list[bytes]:
         index = update.choice
@@ -186,30 +191,60 @@ class Generation:
             return []
         pieces, rest = self._take(mailbox, update)
         ended = answer.reason is not None
-        usage = usage_of(self._asked, self._answers) if self._asked.continuous_usage else None
         if self._asked.hidden:
             pieces, rest = [Piece(-1, "", None) for _ in pieces], ""
+        if ended and not pieces:
+            pieces = [Piece(-1, rest, None)]
         chunks = []
         for at, piece in enumerate(pieces):
             last = ended and at == len(pieces) - 1
-            deltas = self._called(index, piece.text, last) if self._tools else None
-            reason = self._reason(index) if last else None
-            chunks.append(writer.token(index, piece, reason, deltas, usage))
-        if ended and not pieces:
-            deltas = self._called(index, rest, True) if self._tools else None
-            chunks.append(writer.end(index, rest, self._reason(index), deltas, usage))
+            deltas = self._parsed(index, piece, last) if self._parsers else None
+            if deltas is not None and not any(delta.keys() - {"content"} for delta in deltas):
+                piece, deltas = piece._replace(text="".join(delta["content"] for delta in deltas)), None
+            usage = self._usage() if self._asked.continuous_usage else None
+            chunks.append(writer.token(index, piece, self._reason(index) if last else None, deltas, usage))
         return chunks
 
-    def _called(self, index: int, text: str, last: bool) -> list[Delta]:
-        """What the parser of tool calls makes of a piece of text."""
-        deltas = self._tools[index].push(text)
+    def _parsed(self, index: int, piece: Piece, last: bool) -> list[Delta]:
+        """What the parser makes of a piece of text."""
+        parser = self._parsers[index]
+        before = parser.thinking
+        deltas = parser.push(piece.text, piece.mark)
+        self._thought += before and parser.thinking and piece.token_id >= 0
         if last:
-            deltas += self._tools[index].finish()
-        return first_calls(deltas, self._asked.most_calls)
+            deltas += parser.finish()
+        return shown(deltas, self._asked, self._settings)
+
+    def _usage(self) -> dict[str, Any]:
+        reads = self._parsers and self._settings.reasoning_parser != "none"
+        return usage_of(self._asked, self._answers, self._thought if reads else None)
 
     def _reason(self, index: int) -> str:
-        called = bool(self._tools) and self._tools[index].calls > 0
+        called = bool(self._parsers) and self._parsers[index].calls > 0
         return finish_reason(self._asked, self._answers[index], called)
+
+
+def parsers_for(asked: Asked, settings: ServerSettings, tokenizer: Tokenizer | None) -> list[AnswerParser]:
+    """One an answer; none where its text goes out as it is."""
+    calls = settings.tool_call_parser if asked.tools else None
+    reasoning = None if settings.reasoning_parser == "none" else settings.reasoning_parser
+    if not asked.chat or tokenizer is None or (calls is None and reasoning is None):
+        return []
+    tokens = frozenset(tokenizer.added_ids.values())
+    return [AnswerParser(calls, reasoning, asked.tools or {}, tokens, begun=asked.begun) for _ in asked.sequences]
+
+
+def shown(deltas: list[Delta], asked: Asked, settings: ServerSettings) -> list[Delta]:
+    """Of an answer's deltas those that its client wants, under the names that it wants."""
+    found = first_calls(deltas, asked.most_calls)
+    if not asked.reasoning:
+        found = [delta for delta in found if "reasoning" not in delta]
+    if settings.reasoning_field != "reasoning":
+        found = [
+            {settings.reasoning_field if name == "reasoning" else name: delta[name] for name in delta}
+            for delta in found
+        ]
+    return found
 
 
 class _Stopwatch:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.engine_options import WARMED, add_engine_options
-from launch.serve.settings import MAX_BODIES_BYTES, MAX_BODY_BYTES, ToolParser
-from launch.values import at_least_one, bounded, integer, number
+from launch.serve.parsers.table import CALLS, REASONING
+from launch.serve.settings import MAX_BODIES_BYTES, MAX_BODY_BYTES
+from launch.values import at_least_one, bounded, integer, json_object, number
 from runtime.config import EngineConfig
 
 
@@ -35,7 +36,11 @@ class ServeOptions:
     ssl_certfile: Path | None
     ssl_keyfile: Path | None
     chat_template: Path | None
-    tool_call_parser: ToolParser
+    default_chat_template_kwargs: dict[str, Any] | None
+    enable_auto_tool_choice: bool
+    tool_call_parser: str
+    reasoning_parser: str
+    reasoning_field: str
     max_queued_requests: int
     max_body_bytes: int
     max_bodies_bytes: int
@@ -112,11 +117,26 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     option("--ssl-certfile", "TLS certificate", "file", Path, None, "none: HTTP")
     option("--ssl-keyfile", "its key", "file", Path, None, "in --ssl-certfile")
     option("--chat-template", "chat template instead of the model folder's", "file", Path, None, "the model folder's")
+    option("--default-chat-template-kwargs", "variables of the chat template where a request sets none", "JSON",
+           json_object, None, "none")  # fmt: skip
     parser.add_argument(
-        "--tool-call-parser",
-        choices=("hermes", "none"),
-        default="hermes",
-        help="how tool calls are written in the model's text; none refuses tools (default: hermes) [word]",
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="refuse to start where the format of tool calls is not found (default: requests with tools are refused) "
+        "[switch]",
+    )
+    found = "auto finds it by rendering a sample with the chat template"
+    for flag, names, what in (
+        ("--tool-call-parser", CALLS, "tool calls in answers; none refuses tools"),
+        ("--reasoning-parser", REASONING, "reasoning in answers; none leaves it in the content"),
+    ):
+        help_text = f"format of {what}; {found} (default: auto) [word]"
+        parser.add_argument(flag, choices=("auto", "none", *names), default="auto", help=help_text)
+    parser.add_argument(
+        "--reasoning-field",
+        choices=("reasoning", "reasoning_content"),
+        default="reasoning",
+        help="name of the reasoning in answers (default: reasoning) [word]",
     )
     option("--max-queued-requests", "answers that may wait for their first step; more are refused with 503", "answers",
            at_least_one, 4096)  # fmt: skip

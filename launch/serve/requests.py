@@ -27,6 +27,9 @@ from launch.api.parser import COMPLETION_MAX_TOKENS
 from launch.api.schema import Body, Tool, sampling_params
 from launch.serve.bodies import ChatBody, CompletionBody, TokenizeBody, refuse_unsupported
 from launch.serve.errors import ApiError, bad_request, unsupported
+from launch.serve.parsers.deltas import Tools
+from launch.serve.parsers.reader import named
+from launch.serve.parsers.table import REASONING
 from launch.serve.settings import ServerSettings
 from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
@@ -71,9 +74,11 @@ class Asked:
     echo: bool = False
     hidden: bool = False
     scored_prompt: bool = False  # vLLM's prompt_logprobs were asked for
-    tools: bool = False
+    tools: Tools | None = None  # that may be called
     token_ids: bool = False
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
+    reasoning: bool = True  # is shown
+    begun: bool = False  # the prompt ends with the beginning of the reasoning
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,7 +129,7 @@ class RequestBuilder:
             raise bad_request(str(error), error.field) from None
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("stream is true: log-probabilities of the prompt come with whole answers only", "stream")
-        variables = dict(body.chat_template_kwargs or {})
+        variables = {**self._settings.template_kwargs, **(body.chat_template_kwargs or {})}
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         if len(body.messages) >= self._ready.max_model_len and body.truncate_prompt_tokens is None:
@@ -136,8 +141,14 @@ class RequestBuilder:
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         otherwise = self._ready.max_model_len if self._settings.max_tokens is None else self._settings.max_tokens
         scored = body.prompt_logprobs is not None
-        return self._asked(
-            body, name, (Prompt(text, ids),), given, otherwise, logprobs, True, scored=scored, tools=bool(tools)
+        asked = self._asked(body, name, (Prompt(text, ids),), given, otherwise, logprobs, True, scored=scored)
+        first = named(REASONING.get(self._settings.reasoning_parser, "")[:1])
+        return replace(
+            asked,
+            tools={one.function.name: one.function.parameters or {} for one in body.tools or ()} if tools else None,
+            most_calls=1 if body.parallel_tool_calls is False else None,
+            reasoning=body.include_reasoning is not False,
+            begun=bool(first) and text.rstrip().endswith(first),
         )
 
     def tokens(self, body: TokenizeBody) -> tuple[int, ...]:
@@ -148,7 +159,7 @@ class RequestBuilder:
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is not None:
             tools = [_plain_tool(tool) for tool in body.tools or ()]
-            variables = dict(body.chat_template_kwargs or {})
+            variables = {**self._settings.template_kwargs, **(body.chat_template_kwargs or {})}
             answers = body.add_generation_prompt is not False
             text = self._rendered(body.messages, tools, variables, None, add_generation_prompt=answers)
             return self._encoded(text, "messages", bool(body.add_special_tokens), cut=True)
@@ -249,7 +260,6 @@ class RequestBuilder:
         echo: bool = False,
         hidden: bool = False,
         scored: bool = False,
-        tools: bool = False,
     ) -> Asked:
         try:
             max_tokens = given if given is not None else max(otherwise, body.min_tokens or 0)
@@ -292,9 +302,7 @@ class RequestBuilder:
             echo,
             hidden,
             scored,
-            tools,
-            bool(body.return_token_ids),
-            1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None,
+            token_ids=bool(body.return_token_ids),
         )
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
@@ -309,7 +317,8 @@ class RequestBuilder:
         if choice not in (None, "auto"):
             raise unsupported("tool_choice", "only none and auto are; others need constrained decoding")
         if self._settings.tool_call_parser == "none":
-            raise unsupported("tools", "the server was started with --tool-call-parser none")
+            why = "no format of tool calls is known of this model; start the server with --tool-call-parser FORMAT"
+            raise unsupported("tools", why)
         return [_plain_tool(tool) for tool in body.tools]
 
     def _rendered(

@@ -6,7 +6,7 @@ on (app.py, api_process.py).
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -14,13 +14,14 @@ from runtime.schedule.request import SamplingParams
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_BODIES_BYTES: Final = 256 << 20
-ToolParser = Literal["hermes", "none"]
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``names``: what the model is called in requests; the first is reported. ``defaults``: sampling where a request
     does not say; ``max_tokens`` the same for that one, None for the OpenAI API's.
 
+    ``tool_call_parser`` and ``reasoning_parser``: formats of answers (parsers/table.py), or none; ``reasoning_field``:
+    the name of reasoning in answers. ``template_kwargs``: variables of the chat template where a request sets none.
     ``index`` of ``processes``: which API process this is. ``metrics``: descriptors of memory where they leave their
     counts, one for each. ``version``: Lockstride's. ``retry_after``: seconds that a refused client is asked to wait.
     """
@@ -31,7 +32,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingParams = msgspec.field(default_factory=SamplingParams)
     max_tokens: int | None = None
     chat_template: str | None = None
-    tool_call_parser: ToolParser = "hermes"
+    tool_call_parser: str = "none"
+    reasoning_parser: str = "none"
+    reasoning_field: str = "reasoning"
+    template_kwargs: dict[str, Any] = {}
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()

@@ -19,11 +19,15 @@ from runtime.schedule.request import FinishReason, SamplingParams
 
 
 class Piece(NamedTuple):
-    """A token and the text that may be shown with it: empty while its bytes, or a stop string, are not complete."""
+    """A token and the text that may be shown with it: empty while its bytes, or a stop string, are not complete.
+
+    ``mark``: where its name stands in the whole text, if the reader of the answer looks for it.
+    """
 
     token_id: int
     text: str
     logprob: TokenLogprob | None
+    mark: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Gain:
 class Answer:
     """Tokens in, pieces out. ``reason`` is set once the answer has ended, for the reader if not for the engine.
 
-    ``marks``: names of tokens that are text although they are special.
+    ``marks``: names of tokens that are text although they are special, and whose places pieces have.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Answer:
             ends = by_id and at == last and token in self._stop_ids
             shown = "" if text is None or ends else text.push(token)  # a stop id is no text
             entry = update.logprobs[at] if at < len(update.logprobs) else None
-            pieces.append(Piece(token, shown, entry))
+            pieces.append(Piece(token, shown, entry, None if text is None or ends else text.mark))
             self.token_ids.append(token)
             if text is not None and text.stopped:
                 self.reason, self.end = FinishReason.STOP, end

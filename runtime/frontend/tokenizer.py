@@ -54,6 +54,7 @@ class Tokenizer:
             self.longest = max(map(len, backend.get_vocab()), default=1)
         # Special tokens have no text, and what stands around them is decoded as if it stood together.
         added = backend.get_added_tokens_decoder()
+        self.added_ids = {i: token.content for i, token in added.items()}
         self.silent_ids = {i: token.content for i, token in added.items() if token.special}
 
     @classmethod
@@ -304,6 +305,11 @@ class StopMatcher:
         """No text follows: returns what was held."""
         return self._release(self._held, len(self._held))
 
+    @property
+    def held(self) -> int:
+        """Characters that are held and may be shown later."""
+        return len(self._held) - sum(end - begin for begin, end in self._unseen)
+
     def _release(self, text: str, size: int) -> str:
         """The seen part of the first ``size`` characters; the rest is held from now on."""
         shown, self._held, self._open = text[:size], text[size:], max(0, self._open - size)
@@ -326,6 +332,8 @@ class TextStream:
     ``kept`` tokens belong to the answer: after a stop, those up to the one that completed the stop string, which is
     where a serial engine would have ended. A stop string counts where it ends in text of tokens after the first
     ``min_tokens``. Special tokens are no text, but a stop string may name them; those that ``marks`` names are text.
+    ``mark``: first and last place, in the text of the answer, of the latest token if ``marks`` names it; its characters
+    may be held back until later.
     """
 
     def __init__(
@@ -340,14 +348,14 @@ class TextStream:
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
-        self._marks = frozenset(marks)
+        self._marks = {i: name for i, name in tokenizer.added_ids.items() if name in marks}
         self._names: dict[int, str] = {}  # special tokens that are looked at
         if stop or marks:
-            named = {
-                i: name for i, name in tokenizer.silent_ids.items() if any(name in text for text in (*stop, *marks))
-            }
-            self._names = named
+            texts = (*stop, *self._marks.values())
+            self._names = {i: name for i, name in tokenizer.silent_ids.items() if any(name in text for text in texts)}
         self.kept = 0
+        self.mark: tuple[int, int] | None = None
+        self._shown = 0  # characters
 
     @property
     def stopped(self) -> bool:
@@ -365,11 +373,17 @@ class TextStream:
             return ""
         self.kept += 1
         text = self._detokenizer.push(token_id)
+        name = self._marks.get(token_id)
+        whole = name is not None and (token_id in self._names or text.endswith(name))
         if text and matcher.stops:
             text = matcher.push(text, self.kept > self._min_tokens)
         if token_id in self._names:
-            name = self._names[token_id]
-            text += matcher.push(name, self.kept > self._min_tokens, name not in self._marks)
+            text += matcher.push(self._names[token_id], self.kept > self._min_tokens, token_id not in self._marks)
+        self.mark = None
+        if name is not None and whole and matcher.matched is None:
+            end = self._shown + len(text) + matcher.held
+            self.mark = end - len(name), end
+        self._shown += len(text)
         if text:
             self._pieces.append(text)
             if len(self._pieces) > _MOST_PIECES:

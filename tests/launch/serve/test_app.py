@@ -1323,7 +1323,7 @@ def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> N
             reply = await client.post("/v1/chat/completions", {**asked, "tool_choice": choice})
             assert (reply.status, reply.error["param"]) == (400, "tool_choice")
 
-    run(body, ServedFake(model=FakeModel(max_model_len=400)))
+    run(body, ServedFake(model=FakeModel(max_model_len=400)), tool_call_parser="hermes")
 
 
 @pytest.mark.parametrize("stop", [None, "SEE", "never </tool_call>"])
@@ -1344,15 +1344,18 @@ def test_tool_calls_whose_marks_are_tokens(monkeypatch: pytest.MonkeyPatch, spec
         asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99, "stop": stop, "seed": 1}
         choice = (await client.post("/v1/chat/completions", {**asked, "tools": [tool]})).json["choices"][0]
         chunks = chunks_of(await client.post("/v1/chat/completions", {**asked, "tools": [tool], "stream": True}))
-        content, calls = merged([chunk["choices"][0]["delta"] for chunk in chunks])
-        assert content == choice["message"]["content"] == "S"
-        for found in (calls, choice["message"]["tool_calls"]):
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0].pop("role") == "assistant"
+        streamed = merged(deltas)
+        assert streamed["content"] == choice["message"]["content"] == "S"
+        for found in (streamed["tool_calls"], choice["message"]["tool_calls"]):
             assert [call["function"] for call in found] == [{"name": "f", "arguments": arguments}]
         assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
         plain = (await client.post("/v1/chat/completions", asked)).json["choices"][0]["message"]["content"]
         assert plain == tokenizer.decode(ids[:-1]), "without tools special tokens are no text"
 
-    run(body, ServedFake(model=FakeModel(vocab_size=362, max_model_len=400)), tokenizer=tokenizer)
+    fake = ServedFake(model=FakeModel(vocab_size=362, max_model_len=400))
+    run(body, fake, tokenizer=tokenizer, tool_call_parser="hermes")
 
 
 def test_comments_are_sent_only_where_they_are_asked_for() -> None:

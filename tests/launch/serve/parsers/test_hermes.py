@@ -10,22 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.serve.parsers.deltas import first_calls, merged
-from launch.serve.parsers.hermes import HermesParser
+from launch.serve.parsers.answer_parser import AnswerParser
+from launch.serve.parsers.deltas import Delta, first_calls, merged
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"</x>", "b": [1, {"c": 2}]}}\n</tool_call>'
 ARGUMENTS = {"a": '}"</x>', "b": [1, {"c": 2}]}
 
 
+def hermes() -> AnswerParser:
+    return AnswerParser("hermes", None)
+
+
+def message_of(deltas: list[Delta]) -> tuple[str | None, list[Delta]]:
+    message = merged(deltas)
+    return message["content"], message.get("tool_calls", [])
+
+
 def parsed(text: str, seed: int) -> tuple[str | None, list[tuple[str, str]]]:
     """In random pieces; content and (name, arguments) of each call."""
-    rng, stream, deltas, at = random.Random(seed), HermesParser(), [], 0
+    rng, stream, deltas, at = random.Random(seed), hermes(), list[Delta](), 0
     while at < len(text):
         size = rng.randint(1, 1 + seed % 9)
         deltas += stream.push(text[at : at + size])
         at += size
     deltas += stream.finish()
-    content, calls = merged(deltas)
+    content, calls = message_of(deltas)
     assert len(calls) == stream.calls
     assert len({call["id"] for call in calls}) == len(calls)
     assert all(call["type"] == "function" for call in calls)
@@ -44,10 +53,10 @@ def test_a_call_is_found_whatever_the_pieces(seed: int) -> None:
 
 
 def test_text_behind_a_call_keeps_its_blanks() -> None:
-    stream, deltas = HermesParser(), []
+    stream, deltas = hermes(), list[Delta]()
     for piece in (CALL, "\n", "Done", ".", "\n\n", "The", " ", "rest", "\n", CALL):
         deltas += stream.push(piece)
-    assert merged(deltas + stream.finish())[0] == "Done.\n\nThe rest\n"
+    assert message_of(deltas + stream.finish())[0] == "Done.\n\nThe rest\n"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -66,20 +75,26 @@ def test_a_call_that_is_cut_off_ends_where_it_is() -> None:
 
 
 def test_arguments_are_told_as_they_are_written() -> None:
-    stream = HermesParser()
+    stream = hermes()
     first = stream.push('<tool_call>{"name": "f", "arguments": {"a": ')
     assert first[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
-    assert first[1] == {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]}
-    assert stream.push("5") == [{"tool_calls": [{"index": 0, "function": {"arguments": "5"}}]}]
+    assert first[1] == {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}
+
+    def pushed(text: str) -> str:
+        return "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in stream.push(text))
+
+    assert pushed("5") == "", "a number may go on"
+    assert pushed('1, "b": "x') == '"a": 51, "b": "x'
+    assert pushed("y") == "y"
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_one_call_at_most(step: int) -> None:
     """Of two the first is told, whole, in whatever pieces they come; content stays."""
     calls = [f'<tool_call>{{"name": "f", "arguments": {{"x": {number}}}}}</tool_call>' for number in (1, 2)]
-    text, stream = f"so {calls[0]} and {calls[1]}", HermesParser()
+    text, stream = f"so {calls[0]} and {calls[1]}", hermes()
     deltas = [delta for at in range(0, len(text), step) for delta in stream.push(text[at : at + step])]
-    content, found = merged(first_calls([*deltas, *stream.finish()], 1))
+    content, found = message_of(first_calls([*deltas, *stream.finish()], 1))
     assert content is not None
     assert content.split() == ["so", "and"]
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == [("f", '{"x": 1}')]
@@ -161,11 +176,11 @@ PARTS = [
 def test_a_message_does_not_depend_on_how_its_text_is_cut(data: st.DataObject) -> None:
     """Calls, things like calls, halves of marks, blanks and quotes in any order."""
     text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, call('{"b": "</tool_call>"}')]), max_size=14)))
-    whole, pieces = HermesParser(), HermesParser()
+    whole, pieces = hermes(), hermes()
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8))), len(text)]
     found = [delta for begin, end in pairwise(cuts) for delta in pieces.push(text[begin:end])]
-    content, calls = merged(whole.push(text) + whole.finish())
-    again, calls_again = merged(found + pieces.finish())
+    content, calls = message_of(whole.push(text) + whole.finish())
+    again, calls_again = message_of(found + pieces.finish())
     assert (again, pieces.calls) == (content, whole.calls)
     assert [one["function"] for one in calls_again] == [one["function"] for one in calls]
     assert calls or (content or "") == text
