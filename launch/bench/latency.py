@@ -75,7 +75,7 @@ class LatencyBench:
         self._client = EngineClient(engine, text=False)
         self._startup_s: float | None = None
         self._files = session.files("latency")
-        self._shape = Shape.from_folder(session.folder)
+        self._shape = Shape.from_folder(session.folder, session.kv_dtype)
 
     def run(self) -> list[Point]:
         session, options = self._session, self._session.options

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from launch.bench.environment import process_age
@@ -33,7 +34,7 @@ from launch.bench.trace import DecodeStep
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
-from models.config import ModelConfig
+from models.config import DTYPES, ModelConfig
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.execute.result_reader import StepTiming
@@ -106,9 +107,8 @@ class Session:
         return self.folder.resolve().name
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes of a weight and of a KV value."""
-        return 4 if self.precision == "float32" else 2
+    def kv_dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
 
     @property
     def precision(self) -> str:
@@ -128,7 +128,7 @@ class Session:
         config = self.config.speculation
         if config is None:
             return None
-        drafter = drafter_shape(config, ModelConfig.from_folder(self.folder))
+        drafter = drafter_shape(config, ModelConfig.from_folder(self.folder), self.kv_dtype)
         return round_floor(
             shape,
             drafter,
@@ -143,7 +143,7 @@ class Session:
     def _ceilings(self) -> Ceilings:
         return Ceilings(
             ranks=self.ranks,
-            value_bytes=self.value_bytes,
+            value_bytes=DTYPES[self.precision].itemsize,
             bytes_per_s=self.options.bytes_per_s,
             flop_per_s=self.options.flop_per_s,
             groups=self.config.data_parallel,

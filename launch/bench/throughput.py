@@ -160,7 +160,7 @@ class ThroughputBench:
         lengths = None if session.options.dataset_name != "random" else session.lengths
         floor = None
         if lengths is not None:
-            floor = session.floor(Shape.from_folder(session.folder), rows, lengths.average)
+            floor = session.floor(Shape.from_folder(session.folder, session.kv_dtype), rows, lengths.average)
         step_s = None if rate is None else rows / rate  # of a full batch, the prefill of its successors included
         return Point(
             hw=device_name(session.config.device),
