@@ -54,6 +54,21 @@ _READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
 CPU_KV_BYTES = 896 << 20  # of the 1 GiB that the twin counts; a CPU shares its memory with everything else
 
 
+def _with_draft_tokens(config: ExecutorConfig, model: Decoder, widths: Sequence[int]) -> ExecutorConfig:
+    """``config``, whose mixed steps take draft windows only if this model's can; ``widths``: of those, none without a
+    drafter."""
+    limits = config.limits
+    # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
+    drafts = bool(widths) and config.mixed_windows and config.mixed
+    drafts = drafts and not (limits.tree and model.cache_layout.has_slot_state)
+    config = replace(config, mixed_windows=drafts)
+    if widths and not drafts and config.windows and config.exchanges and config.prefill_buckets:
+        # All groups replay packed steps together, and here a group with draft windows could not.
+        slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
+        config = replace(config, prefill_buckets=(), slower=slower)
+    return config
+
+
 class Executor:
     """One rank's device side. ``launch`` never blocks; ``take`` blocks until that step's result is on the host.
 
@@ -79,32 +94,44 @@ class Executor:
         self.device = device
         self._part_range = part_range
         self._stage_range = stage_range or nullcontext()
-        self._config, limits = config, config.limits
-        self._model = model
+        self._model, limits = model, config.limits
         self._make_proposer = proposer
         self._compiling = compiling
         self._further_roles = further_roles
         self._widths = widths = () if proposer is None else (limits.width, *config.narrower)
-        # Kernels of recurrent layers take a step's rows as trees, or as chunks, not both (StateRows.tree).
-        drafts = bool(widths) and config.mixed_windows and config.mixed
-        drafts = drafts and not (limits.tree and model.cache_layout.has_slot_state)
-        config = replace(config, mixed_windows=drafts)
-        if widths and not drafts and config.windows and config.exchanges and config.prefill_buckets:
-            # All groups replay packed steps together, and here a group with draft windows could not.
-            slower = {**config.slower, "eager_prefill_groups": "no captured prefill has room for windows beside it"}
-            config = replace(config, prefill_buckets=(), slower=slower)
-        self._config = config
+        self._config = config = _with_draft_tokens(config, model, widths)
         self.fallbacks = Fallbacks()
+        self._allocate()
+        roles = self._make_roles(self.pool)
+        self._roles = {role.name: role for role in roles}
+        self._packed = [role for role in roles if isinstance(role, PackedStep)]
+        self._rows = {role.tokens: role for role in roles if isinstance(role, RowStep)}  # by tokens of a row
+        self.decode, self.prefill = self._rows[1], self._packed[-1]
+        self._warm_up(roles)
+        self.pool.warm_up_copies()
+        sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
+        self._resolver = LaunchResolver(sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
+        self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
+        self.results = ResultReader(
+            device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
+        )
+        self.widest = self._widest_variant()
+        self._count_standing_fallbacks()
+        self.count_from_here()
+
+    def _allocate(self) -> None:
+        """Tables, staging, the result ring and, from what memory is left, the caches."""
+        device, config, limits = self.device, self._config, self._config.limits
         max_rows = max(limits.rows, config.decode_buckets[-1])
         self.tables = SlotTables(
             device,
             max_requests=limits.slots,
             max_blocks=limits.max_blocks,
-            vocab_size=model.config.vocab_size,
+            vocab_size=self._model.config.vocab_size,
             seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
-            history=0 if proposer is None else limits.max_model_len + limits.width,
+            history=0 if self._make_proposer is None else limits.max_model_len + limits.width,
         )
-        decode_tokens = (max_rows * limits.window if drafts else max_rows) if config.mixed else 0
+        decode_tokens = (max_rows * limits.window if config.mixed_windows else max_rows) if config.mixed else 0
         most_tokens = limits.max_prefill_tokens + decode_tokens
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one after it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
@@ -126,22 +153,6 @@ class Executor:
         )
         self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
         self.staging.on_forked = self.pool.fork
-        roles = self._make_roles(self.pool)
-        self._roles = {role.name: role for role in roles}
-        self._packed = [role for role in roles if isinstance(role, PackedStep)]
-        self._rows = {role.tokens: role for role in roles if isinstance(role, RowStep)}  # by tokens of a row
-        self.decode, self.prefill = self._rows[1], self._packed[-1]
-        self._warm_up(roles)
-        self.pool.warm_up_copies()
-        sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
-        self._resolver = LaunchResolver(sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
-        self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
-        self.results = ResultReader(
-            device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
-        )
-        self.widest = self._widest_variant()
-        self._count_standing_fallbacks()
-        self.count_from_here()
 
     def _warm_up(self, roles: Sequence[Role]) -> None:
         """Packed steps first, and of these the one without draft tokens: the memory that all graphs share is cut for
