@@ -25,8 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
-from runtime.daemon.frames import BadFrame, Frame, FrameReader, Kind
+from runtime.daemon.frames import Frame, FrameReader, Kind
 from runtime.daemon.verbs import ALIASES, ALIASES_OF_BATCHES
+from runtime.frontend.framing import BadFrame
 
 _READ_BYTES: Final = 1 << 16
 _FINAL: Final = (Kind.DONE, Kind.CLOSED)

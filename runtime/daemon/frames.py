@@ -26,22 +26,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
+from runtime.frontend import framing
+from runtime.frontend.framing import BadFrame
 from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason
 
 VERSION: Final = 1
 MAX_PAYLOAD: Final = 1 << 24  # bytes
 END_OF_COMMAND: Final = -1  # on the plain stream
-_LENGTH: Final = struct.Struct("<I")
 _HEADER: Final = struct.Struct("<BBHIII")
 _I32: Final = struct.Struct("<i")
 _LOGPROB: Final = struct.Struct("<ifIH")
 _LIKELY: Final = struct.Struct("<if")
 _DONE: Final = struct.Struct("<ii")
-
-
-class BadFrame(ValueError):
-    """Bytes that are no frame of this protocol; the text says what is wrong with them."""
 
 
 class Kind(IntEnum):
@@ -93,7 +90,7 @@ class Frame:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Of TOKEN: the ids."""
-        return unpack_ids(self.payload)
+        return framing.unpack_ids(self.payload)
 
     @property
     def text(self) -> str:
@@ -127,31 +124,19 @@ def encode(frame: Frame) -> bytes:
     if len(frame.payload) > MAX_PAYLOAD:
         raise BadFrame(f"a payload of {len(frame.payload)} bytes, but none has more than {MAX_PAYLOAD}")
     header = _HEADER.pack(VERSION, frame.kind, 0, frame.request, frame.epoch, frame.sequence % (1 << 32))
-    return _LENGTH.pack(_HEADER.size + len(frame.payload)) + header + frame.payload
+    return framing.framed(header + frame.payload)
 
 
 class FrameReader:
     """Bytes as they come, in any pieces, to whole frames."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._bodies = framing.FrameReader(_HEADER.size + MAX_PAYLOAD, _HEADER.size)
 
     def frames(self, data: bytes) -> Iterator[Frame]:
         """The frames that are complete now. Raises BadFrame; nothing after a bad frame can be read."""
-        held, at = self._held, 0
-        held += data
-        try:
-            while len(held) - at >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(held, at)
-                if not _HEADER.size <= length <= _HEADER.size + MAX_PAYLOAD:
-                    raise BadFrame(f"a frame of {length} bytes; it has {_HEADER.size} to {_HEADER.size + MAX_PAYLOAD}")
-                end = at + _LENGTH.size + length
-                if len(held) < end:
-                    return
-                body, at = bytes(held[at + _LENGTH.size : end]), end
-                yield _decode(body)
-        finally:
-            del held[:at]
+        for body in self._bodies.bodies(data):
+            yield _decode(body)
 
 
 def _decode(body: bytes) -> Frame:
@@ -186,17 +171,6 @@ def _check_payload(frame: Frame) -> None:
 
 
 # ---- payloads ----
-
-
-def pack_ids(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def unpack_ids(packed_ids: bytes) -> tuple[int, ...]:
-    """Raises BadFrame for bytes that are no whole number of ids."""
-    if len(packed_ids) % _I32.size:
-        raise BadFrame(f"{len(packed_ids)} bytes are no int32 token ids")
-    return struct.unpack(f"<{len(packed_ids) // _I32.size}i", packed_ids)
 
 
 def pack_count(count: int) -> bytes:

@@ -6,11 +6,12 @@ Knows: stop strings, quanta, refusals of the engine. Does not know: verbs (actio
 from __future__ import annotations
 
 from runtime.daemon import grants
-from runtime.daemon.frames import Kind, pack_count, pack_done, pack_ids, pack_logprobs
+from runtime.daemon.frames import Kind, pack_count, pack_done, pack_logprobs
 from runtime.daemon.session import Phase, SlotSession
 from runtime.daemon.state import DaemonState
+from runtime.frontend.answer_text import TextStream
+from runtime.frontend.framing import pack_ids
 from runtime.frontend.logprobs import row_logprobs
-from runtime.frontend.tokenizer import TextStream
 from runtime.schedule.plan import Evicted, Finished, Parked, Refused, StepOutput
 from runtime.schedule.request import FinishReason
 
@@ -146,11 +147,9 @@ def _go_back(daemon: DaemonState, session: SlotSession, said: str) -> None:
 def _complete(daemon: DaemonState, session: SlotSession, reason: FinishReason) -> None:
     connection = session.connection
     if session.text is not None:
-        rest = session.text.finish()
+        rest, reason = session.text.end(reason)
         if rest and session.wants_text:
             connection.send(Kind.TEXT, session, rest.encode("utf-8", "replace"))
-        if session.text.stopped:  # by the rest of a character that never became whole
-            reason = FinishReason.STOP
     connection.send(Kind.DONE, session, pack_done(reason, session.shown))
     end_commands(session)
     session.drained = False

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runtime.daemon.frames import END_OF_COMMAND, Frame, Kind, encode, pack_ids
-from runtime.frontend.tokenizer import TextStream
+from runtime.daemon.frames import END_OF_COMMAND, Frame, Kind, encode
+from runtime.frontend.answer_text import TextStream
+from runtime.frontend.framing import pack_ids
 from runtime.schedule.request import Request
 
 

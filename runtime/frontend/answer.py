@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from runtime.frontend.answer_text import TextStream
 from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.remote_engine import End, Update
-from runtime.frontend.tokenizer import TextStream, Tokenizer
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason, SamplingParams
 
 
@@ -88,12 +89,8 @@ class Answer:
                 return Gain(pieces, end is None)
         if end is None:
             return Gain(pieces)
-        self.reason, self.end = end.reason, end
-        if text is None or end.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return Gain(pieces)  # the rest of one that was cut short tells no end
-        rest = text.finish()
-        if text.stopped:  # its last characters were held until the end, and complete a stop string
-            self.reason = FinishReason.STOP
+        rest, self.reason = ("", end.reason) if text is None else text.end(end.reason)
+        self.end = end
         if not pieces:
             return Gain(pieces, rest=rest)
         pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + rest)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from runtime.frontend.engine_protocol import EngineProtocol, Occupancy
+from runtime.frontend.framing import BadFrame, FrameReader
 from runtime.frontend.serve_messages import (
+    MAX_FRAME,
     Alive,
     Beat,
     Columns,
     Drop,
     Ended,
-    FrameReader,
-    FrameRefused,
     Opened,
     ResetPrefixCache,
     Scored,
@@ -68,7 +68,7 @@ class ApiLink:
         self.lost: str | None = None  # why nothing is sent any more
         self.heard = False  # the API process has sent bytes
         self._quiet = 0.0
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_FRAME)
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class ApiLink:
         except BlockingIOError:
             if self._quiet > (_QUIET_SECONDS if self.heard else _QUIET_AT_START):
                 self.lost = f"it has said nothing for {self._quiet:.0f} s"
-        except FrameRefused as error:
+        except BadFrame as error:
             self.lost = f"it broke the protocol: {error}"
         except OSError as error:
             self.lost = f"its connection broke: {error.strerror}"

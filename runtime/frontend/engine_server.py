@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from runtime.frontend.api_links import ApiLink, Beats, News, ServedEngine, columns_of
 from runtime.frontend.client import Batch, EngineClient, PreparedPrompt, PromptRequest, Turn
+from runtime.frontend.framing import BadFrame, pack_ids, unpack_ids
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.serve_messages import (
     ITERATION_BUCKETS,
@@ -30,7 +31,6 @@ from runtime.frontend.serve_messages import (
     Columns,
     Drain,
     Ended,
-    FrameRefused,
     Opened,
     PrefixCacheReset,
     Ready,
@@ -43,8 +43,6 @@ from runtime.frontend.serve_messages import (
     ToApi,
     WireLogprob,
     framed,
-    pack_tokens,
-    unpack_tokens,
 )
 from runtime.frontend.validation import RequestError, fitted
 from runtime.schedule.request import FinishReason
@@ -213,7 +211,7 @@ class EngineServer:
             self._refuse(link, order, f"queue full: {self._max_queued} requests wait already")
             return
         try:
-            prompt = unpack_tokens(order.prompt)
+            prompt = unpack_ids(order.prompt)
             sampling = fitted(order.sampling, len(prompt), self._engine.model_config)
             scored = sampling.logprobs is not None
             request = PromptRequest(
@@ -226,7 +224,7 @@ class EngineServer:
                 batch=self._batches[link],
             )
             key = self._client.submit(PreparedPrompt(request, prompt, sampling, order.stop_token_ids, order.priority))
-        except (RequestError, FrameRefused) as error:
+        except (RequestError, BadFrame) as error:
             self._refuse(link, order, f"invalid: {error}")
             return
         assert isinstance(key, int), "the client numbers what has no key: the engine's request id"
@@ -330,7 +328,7 @@ class EngineServer:
         del self._keys[owner.link][owner.local]
         (answer,) = output.completions
         scores = None if output.prompt_parts is None else tuple(map(ScoredPrompt.of, output.prompt_parts))
-        reason, packed, queued = answer.finish_reason, pack_tokens(answer.token_ids), output.timing.queued
+        reason, packed, queued = answer.finish_reason, pack_ids(answer.token_ids), output.timing.queued
         self._of(owner.link).ended.append(Ended(owner.local, reason, packed, answer.detail, queued, scores))
 
     def _of(self, link: ApiLink) -> News:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime.frontend.answer_text import TextStream
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.logprobs import prompt_logprobs, row_logprobs
 from runtime.frontend.outputs import Completion, Delta, RequestOutput, Timing, TokenLogprob
-from runtime.frontend.tokenizer import TextStream, Tokenizer
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import CheckedRequest, RequestError, stop_ids_of
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
@@ -307,11 +308,11 @@ class OutputProcessor:
     def _complete(self, sequence: _Sequence, finished: Finished) -> Completion:
         request, reason, token_ids = sequence.request, finished.reason, finished.token_ids
         if sequence.text is not None:
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):  # the rest of one that was cut short tells no end
-                sequence.unsent += sequence.text.finish()
+            rest, reason = sequence.text.end(reason)
+            sequence.unsent += rest
             text = sequence.text.text
-            if sequence.text.stopped:  # even if it ran into its length meanwhile: a serial engine would have stopped
-                reason, token_ids = FinishReason.STOP, token_ids[: sequence.text.kept]
+            if sequence.text.stopped:
+                token_ids = token_ids[: sequence.text.kept]
         elif self._tokenizer is not None:
             shown = token_ids[:-1] if _ended_by_id(request, finished) else token_ids
             text = self._tokenizer.decode(shown, request.prompt_token_ids)

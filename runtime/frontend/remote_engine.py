@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
+from runtime.frontend.framing import BadFrame, FrameReader, pack_ids, unpack_ids
 from runtime.frontend.outputs import TokenLogprob
 from runtime.frontend.serve_messages import (
+    MAX_FRAME,
     Alive,
     Beat,
     Bye,
@@ -30,8 +32,6 @@ from runtime.frontend.serve_messages import (
     Drain,
     Drop,
     Ended,
-    FrameReader,
-    FrameRefused,
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
@@ -42,8 +42,6 @@ from runtime.frontend.serve_messages import (
     Submit,
     framed,
     from_engine,
-    pack_tokens,
-    unpack_tokens,
 )
 from runtime.schedule.request import FinishReason, SamplingParams
 
@@ -187,7 +185,7 @@ class RemoteEngine(asyncio.Protocol):
         self._on_setup, self._on_bye = on_setup, on_bye
         self._beat: Beat | None = None
         self._heard_at = self._beat_at = time.monotonic()
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_FRAME)
         self._transport: asyncio.WriteTransport | None = None
         self._next = 0
         self._by_local: dict[int, _Live] = {}
@@ -214,7 +212,7 @@ class RemoteEngine(asyncio.Protocol):
             self._by_local[local] = mailbox.live[index] = _Live(local, mailbox, index)
             if not sequence.answers:
                 continue
-            packed = pack_tokens(sequence.prompt_token_ids)
+            packed = pack_ids(sequence.prompt_token_ids)
             frames.append(
                 framed(
                     Submit(
@@ -281,7 +279,7 @@ class RemoteEngine(asyncio.Protocol):
         try:
             for body in self._reader.bodies(data):
                 self._take(from_engine(body))
-        except FrameRefused as error:
+        except BadFrame as error:
             self._lost(f"rank 0 broke the protocol: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -379,7 +377,7 @@ class RemoteEngine(asyncio.Protocol):
         """All its tokens come with the end: those that no row brought before are fresh."""
         if sequence.request_id is not None:
             del self._by_request[sequence.request_id]
-        whole = unpack_tokens(ended.tokens)
+        whole = unpack_ids(ended.tokens)
         if not sequence.fresh and not sequence.logprobs:
             touched.append(sequence)
         sequence.fresh += whole[sequence.seen :]

@@ -1,7 +1,7 @@
 """What rank 0 and its API processes say to each other, as bytes on a Unix socket.
 
-Knows: the messages of both directions and how they are framed: four bytes of length (little-endian), then msgpack.
-Does not know: who sends what when (engine_server.py, remote_engine.py), HTTP, engines.
+Knows: the messages of both directions, msgpack in frames (framing.py). Does not know: who sends what when
+(engine_server.py, remote_engine.py), HTTP, engines.
 
 Rank 0 sends one ``Step`` a turn that brought anything, whatever the number of requests, never one a token. Token ids of
 prompts travel as little-endian int32. Both ends are processes of one user on one machine, connected by a socketpair
@@ -10,12 +10,12 @@ that nobody else can open; still every frame is decoded strictly, and one that d
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
+from runtime.frontend import framing
+from runtime.frontend.framing import BadFrame
 from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason, SamplingParams
 
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 MAX_FRAME: Final = 256 << 20  # bytes; a prompt of a million tokens with log-probabilities stays far below
 ITERATION_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_LENGTH: Final = struct.Struct("<I")
-_TOKEN_BYTES: Final = 4
-
-
-class FrameRefused(ValueError):
-    """Bytes that are no message of this protocol."""
 
 
 class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -246,58 +240,22 @@ _FROM_API = msgspec.msgpack.Decoder(ToEngine)
 
 def framed(message: ToApi | ToEngine) -> bytes:
     """The message as it goes over the socket."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class FrameReader:
-    """Bytes as they come, in any pieces, to whole messages."""
-
-    def __init__(self) -> None:
-        self._held = bytearray()
-
-    def bodies(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete now. Raises FrameRefused for a length beyond MAX_FRAME."""
-        held = self._held
-        held += data
-        at = 0
-        while len(held) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(held, at)
-            if length > MAX_FRAME:
-                raise FrameRefused(f"a frame of {length} bytes, but none has more than {MAX_FRAME}")
-            end = at + _LENGTH.size + length
-            if len(held) < end:
-                break
-            yield bytes(held[at + _LENGTH.size : end])
-            at = end
-        del held[:at]
+    return framing.framed(_ENCODER.encode(message))
 
 
 def from_engine(body: bytes) -> ToApi:
-    """Raises FrameRefused."""
+    """Raises BadFrame."""
     try:
         message: ToApi = _FROM_ENGINE.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+        raise BadFrame(f"{len(body)} bytes are no message: {error}") from error
     return message
 
 
 def from_api(body: bytes) -> ToEngine:
-    """Raises FrameRefused."""
+    """Raises BadFrame."""
     try:
         message: ToEngine = _FROM_API.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FrameRefused(f"{len(body)} bytes are no message: {error}") from error
+        raise BadFrame(f"{len(body)} bytes are no message: {error}") from error
     return message
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32."""
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """Raises FrameRefused for a length that is no whole number of tokens."""
-    if len(packed) % _TOKEN_BYTES:
-        raise FrameRefused(f"{len(packed)} bytes are no int32 tokens")
-    return struct.unpack(f"<{len(packed) // _TOKEN_BYTES}i", packed)

@@ -3,7 +3,7 @@
 Knows: how requests go to such a process and what comes back, and which process gets the next. Does not know: HTTP
 (openai_backend.py), schedules, what is measured.
 
-    parent to child    four bytes of length (little-endian), then msgpack: first the server, then one Ask a request
+    parent to child    msgpack in frames (runtime/frontend/framing.py): first the server, then one Ask a request
     child to parent    the same: Told, when a request has ended, with the times of its portions
 
 The times are of CLOCK_MONOTONIC, which all processes of a machine share.
@@ -12,7 +12,6 @@ The times are of CLOCK_MONOTONIC, which all processes of a machine share.
 from __future__ import annotations
 
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 import msgspec
 
 from launch.bench.load.openai_backend import Answer, OpenAIServer
+from runtime.frontend.framing import bodies_from, framed
 
-_LENGTH = struct.Struct("<I")
+_MOST_BYTES = 1 << 30  # of a frame
 _END_SECONDS = 10.0
 _ENDED = "its client process has ended"
 
@@ -50,27 +50,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _send(end: socket.socket, message: msgspec.Struct) -> None:
-    data = msgspec.msgpack.encode(message)
-    end.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(end: socket.socket) -> bytes | None:
-    """The next frame; None where the other side has gone."""
-    head = _exactly(end, _LENGTH.size)
-    return None if head is None else _exactly(end, _LENGTH.unpack(head)[0])
-
-
-def _exactly(end: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        try:
-            piece = end.recv(min(size - len(data), 1 << 20))
-        except OSError:
-            return None
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+    end.sendall(framed(msgspec.msgpack.encode(message)))
 
 
 @dataclass(slots=True)
@@ -126,7 +106,7 @@ class ClientProcesses:
 
     def _read(self, end: socket.socket, asked: dict[int, tuple[Answer, Callable[[], None]]]) -> None:
         decode = msgspec.msgpack.Decoder(Told).decode
-        while (frame := _receive(end)) is not None:
+        for frame in bodies_from(end, _MOST_BYTES):
             told = decode(frame)
             with self._lock:
                 answer, done = asked.pop(told.number)
@@ -157,8 +137,8 @@ class ClientProcesses:
 
 def serve_parent(end: socket.socket) -> None:
     """The child's life: ask what the parent says until it is gone."""
-    frame = _receive(end)
-    if frame is None:
+    frames = bodies_from(end, _MOST_BYTES)
+    if (frame := next(frames, None)) is None:
         return
     address = msgspec.msgpack.decode(frame, type=ServerAddress)
     server = OpenAIServer(address.base_url, address.endpoint, address.model)
@@ -172,7 +152,7 @@ def serve_parent(end: socket.socket) -> None:
         with suppress(OSError):  # the parent wants no more
             _send(end, Told(number, answer))
 
-    while (frame := _receive(end)) is not None:
+    for frame in frames:
         one = decode(frame)
         ask(one.number, one.body)
     server.close()

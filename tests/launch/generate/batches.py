@@ -14,8 +14,9 @@ from launch.generate.command import run
 from launch.generate.options import Command
 from launch.ranks.rendezvous import Rendezvous
 from runtime.config import EngineConfig
+from runtime.frontend.answer_text import TextStream
 from runtime.frontend.chat_template import ChatTemplate
-from runtime.frontend.tokenizer import TextStream, Tokenizer
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import stop_ids_of
 from runtime.schedule.request import Request
 from tests.launch.api.parsed import parsed

@@ -23,7 +23,8 @@ from launch.serve.options import ServeCommand
 from runtime.config import EngineConfig
 from runtime.frontend.api_links import ApiLink, ServedEngine
 from runtime.frontend.engine_server import EngineServer
-from runtime.frontend.serve_messages import Columns, Submit, unpack_tokens
+from runtime.frontend.framing import unpack_ids
+from runtime.frontend.serve_messages import Columns, Submit
 from runtime.schedule.plan import StepPlan, StepResult
 from runtime.schedule.request import Request
 from tests.runtime.engine.paced import PacedEngine, paced_engine
@@ -54,7 +55,7 @@ class Marks:
         submit, read = EngineServer._submit, self._read
 
         def submit_noted(self: EngineServer, link: ApiLink, order: Submit) -> None:
-            key = tuple(unpack_tokens(order.prompt)[:KEY_IDS])
+            key = tuple(unpack_ids(order.prompt)[:KEY_IDS])
             read[key] = {"arrived": order.arrived_at, "read": time.perf_counter()}
             submit(self, link, order)
 

@@ -23,8 +23,8 @@ from launch.serve import bodies, chunks
 from launch.serve.parsers.deltas import merged
 from runtime.frontend.engine_protocol import Occupancy
 from runtime.frontend.engine_server import EngineServer
+from runtime.frontend.framing import unpack_ids
 from runtime.frontend.remote_engine import EngineLost
-from runtime.frontend.serve_messages import unpack_tokens
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -1380,7 +1380,7 @@ def test_seeds_that_nobody_gave_differ() -> None:
 
 def test_tokens_that_are_no_int32_are_refused() -> None:
     with pytest.raises(ValueError, match="no int32"):
-        unpack_tokens(b"abc")
+        unpack_ids(b"abc")
 
 
 def test_sampling_params_travel_unchanged() -> None:

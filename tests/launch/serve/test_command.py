@@ -23,7 +23,7 @@ from tests.launch.api.parsed import parsed
 
 def settings(*words: str, environ: dict[str, str] | None = None, model: str = "models/demo") -> ServerSettings:
     command = parsed(ServeCommand, ["serve", "--model", model, "--device", "cpu", *words])
-    return settings_of(EngineConfig(model=model, device="cpu"), command.serve, SamplingParams(), environ or {})
+    return settings_of(EngineConfig(model=model, device="cpu"), command.options, SamplingParams(), environ or {})
 
 
 def test_settings_travel_unchanged() -> None:

@@ -22,8 +22,9 @@ from launch.serve.processes import ApiProcesses
 from launch.serve.settings import ServerSettings
 from runtime.frontend.api_links import ApiLink, Beats
 from runtime.frontend.engine_server import EngineServer
+from runtime.frontend.framing import FrameReader
 from runtime.frontend.remote_engine import RemoteEngine
-from runtime.frontend.serve_messages import Alive, Drop, FrameReader, framed, from_api
+from runtime.frontend.serve_messages import MAX_FRAME, Alive, Drop, framed, from_api
 from runtime.schedule.request import FinishReason
 from tests.launch.serve.rig import ServedFake
 
@@ -157,7 +158,7 @@ def test_orders_of_one_process_are_read_a_mebibyte_a_turn() -> None:
         link, sent = ApiLink(mine), threading.Thread(target=theirs.sendall, args=(frame * 20,))
         sent.start()
         orders: list[Any] = []
-        reader = FrameReader()
+        reader = FrameReader(MAX_FRAME)
         most = len(list(map(from_api, reader.bodies(frame * 20)))) * (1 << 20) // (20 * len(frame)) + 1
         while len(orders) < 20:
             came = link.receive()

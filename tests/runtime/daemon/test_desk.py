@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from runtime.daemon.desk import Desk
-from runtime.daemon.frames import END_OF_COMMAND, Kind, unpack_ids
+from runtime.daemon.frames import END_OF_COMMAND, Kind
 from runtime.daemon.session import Connection
+from runtime.frontend.framing import unpack_ids
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener

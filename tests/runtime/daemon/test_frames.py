@@ -7,18 +7,17 @@ import random
 import pytest
 
 from runtime.daemon.frames import (
-    BadFrame,
     Frame,
     FrameReader,
     Kind,
     encode,
     pack_count,
     pack_done,
-    pack_ids,
     pack_json,
     pack_logprobs,
 )
 from runtime.daemon.verbs import BadLine, parse
+from runtime.frontend.framing import BadFrame, pack_ids
 from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener

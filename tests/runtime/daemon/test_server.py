@@ -18,9 +18,10 @@ import pytest
 from runtime.client_socket import listen
 from runtime.daemon.client import AsyncSlotClient, AsyncSlotSession, SlotClient, SlotError
 from runtime.daemon.desk import Desk, Read
-from runtime.daemon.frames import Frame, FrameReader, Kind, unpack_ids
+from runtime.daemon.frames import Frame, FrameReader, Kind
 from runtime.daemon.server import Endpoint, SlotServer
 from runtime.daemon.session import Connection, Phase
+from runtime.frontend.framing import unpack_ids
 from runtime.schedule.plan import StepOutput
 from tests.runtime.daemon.listener import Listener
 from tests.runtime.daemon.scripted import ScriptedEngine

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from runtime.frontend.framing import pack_ids
 from runtime.frontend.remote_engine import (
     _AT_ONCE,
     MOST_AT_ONCE,
@@ -17,7 +18,7 @@ from runtime.frontend.remote_engine import (
     SequenceRequest,
     Update,
 )
-from runtime.frontend.serve_messages import Columns, Drop, Ended, Opened, Step, framed, pack_tokens
+from runtime.frontend.serve_messages import Columns, Drop, Ended, Opened, Step, framed
 from runtime.schedule.request import FinishReason, SamplingParams
 
 ROWS = 3 * _AT_ONCE + 2
@@ -37,7 +38,7 @@ def engine_of(rows: int) -> tuple[RemoteEngine, list[Mailbox]]:
 
 def step_of(rows: Sequence[int], token: int, opened: Sequence[int] = (), ended: Sequence[int] = ()) -> bytes:
     columns = Columns([100 + row for row in rows], [token] * len(rows), [1] * len(rows), 1)
-    ends = tuple(Ended(row, FinishReason.LENGTH, pack_tokens(range(1, token + 1)), "", 0.0, None) for row in ended)
+    ends = tuple(Ended(row, FinishReason.LENGTH, pack_ids(range(1, token + 1)), "", 0.0, None) for row in ended)
     return framed(Step(columns, tuple(Opened(row, 100 + row) for row in opened), (), ends))
 
 

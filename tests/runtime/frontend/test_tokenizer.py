@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import runtime.frontend.tokenizer
+from runtime.frontend.answer_text import StopMatcher, TextStream
 from runtime.frontend.tokenizer import (
     ByteDetokenizer,
     Detokenizer,
-    StopMatcher,
-    TextStream,
     Tokenizer,
     open_detokenizer,
 )
