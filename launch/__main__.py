@@ -108,8 +108,7 @@ def _log_as(rank: str) -> None:
 
 
 def _run(command: Command | BenchCommand | DaemonCommand | ServeCommand | TuneCommand) -> int:
-    from launch.bench.trace import BenchError
-    from launch.errors import UsageError
+    from launch.errors import BenchError, UsageError
     from launch.generate.output_file import ResultsFileError, ResultsWriteError
     from launch.serve.command import ApiProcessesFailed
     from models.checkpoint import WeightsError

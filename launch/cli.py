@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from launch.bench.options import BenchCommand, add_bench_parser, bench_command
-from launch.chat.options import ChatCommand, add_chat_parser, chat_command
+from launch.chat.options import ChatCommand, add_chat_parser
 from launch.daemon.options import DaemonCommand, add_daemon_parser, daemon_command
-from launch.doctor.options import DoctorCommand, add_doctor_parser, doctor_command
+from launch.doctor.options import DoctorCommand, add_doctor_parser
 from launch.engine_options import engine_options
 from launch.generate.options import Command, add_generate_parser, generate_command
 from launch.serve.options import ServeCommand, add_serve_parser, serve_command
 from launch.sweep.options import SweepCommand, add_sweep_parser, sweep_command
-from launch.tune.options import TuneCommand, add_tune_parser, tune_command
+from launch.tune.options import TuneCommand, add_tune_parser
 
 AnyCommand: TypeAlias = (
     Command | BenchCommand | ChatCommand | DaemonCommand | DoctorCommand | ServeCommand | SweepCommand | TuneCommand
@@ -27,16 +27,17 @@ AnyCommand: TypeAlias = (
 
 def parse(arguments: Sequence[str]) -> AnyCommand:
     """Raises SystemExit(2), after an explanation on stderr, for a command line that is wrong."""
-    given = vars(build_parser().parse_args(arguments))
+    found = vars(build_parser().parse_args(arguments))
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     name = given.pop("command")
     if name == "chat":
-        return chat_command(given)
+        return ChatCommand(**given)
     if name == "doctor":
-        return doctor_command(given)
+        return DoctorCommand(**given)
     if name == "sweep":
         return sweep_command(given)
     if name == "tune":
-        return tune_command(given)
+        return TuneCommand(**given)
     engine = engine_options(given)
     if name == "serve":
         return serve_command(given, engine)

@@ -7,11 +7,12 @@ which commands take them (launch/cli.py).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Final, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 
-from launch.values import integer, number, whole_numbers
+from launch.options import Option, add_option, option
+from launch.values import at_least_one, bounded, integer, number, whole_numbers
 from runtime.config import (
     DEVICE_DEFAULTS,
     WARM_KINDS,
@@ -25,182 +26,248 @@ from runtime.config import (
 from runtime.schedule.config import SessionPolicy
 from runtime.speculative_config import METHODS
 
+Own = TypeVar("Own")
+
 
 @dataclass(frozen=True, slots=True)
-class _Option:
-    """One option: its help text and the unit of its value."""
+class EngineCommand(Generic[Own]):
+    """A parsed command line of a command with an engine. ``engine``: the EngineConfig fields that were given, and only
+    those; ``defaults``: the command's own for the others."""
 
-    help: str
-    unit: str
-    parse: Callable[[str], Any] = integer
-    choices: tuple[str, ...] | None = None
-    alias: str | None = None
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    engine: Mapping[str, Any]
+    options: Own
+
+    def engine_config(self, tensor_parallel: int) -> EngineConfig:
+        """``tensor_parallel``: as check_degrees found it. Raises ConfigError."""
+        return EngineConfig(**{**self.defaults, **self.engine, "tensor_parallel": tensor_parallel})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderDefaults:
+    """Of a command whose requests may leave sampling parameters out."""
+
+    generation_config: Literal["auto", "none"] = option(
+        "sampling parameters that neither request nor option gives; auto takes temperature, top_k, top_p, min_p and "
+        "repetition_penalty from the model's generation_config.json, none the API's defaults",
+        "word",
+        str,
+        "auto",
+        choices=("auto", "none"),
+    )
+
+    @property
+    def sampling(self) -> dict[str, float | int | None]:
+        """What the command line says for requests without it; None where it does not."""
+        return {}
+
+
+_ELSE = "default for requests without one: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults(FolderDefaults):
+    """The same, where the command line may give them. ``max_tokens`` None: the API's default."""
+
+    max_tokens: int | None = option(
+        _ELSE + "maximum number of output tokens", "tokens", at_least_one, None, "16; chats: what fits"
+    )
+    temperature: float | None = option(
+        _ELSE + "sampling temperature, 0 is greedy", "number", bounded(number, 0), None, "1.0"
+    )
+    top_p: float | None = option(
+        _ELSE + "top-p, the probability mass to sample from", "share", bounded(number, 1e-9, 1), None, "1.0"
+    )
+    top_k: int | None = option(_ELSE + "top-k, 0 is all tokens", "tokens", bounded(integer, 0, 2**31 - 1), None, "0")
+    drain_seconds: float = option(
+        "after SIGTERM or SIGINT, time for running requests to finish", "seconds", bounded(number, 0), 20.0
+    )
+
+    @property
+    def sampling(self) -> dict[str, float | int | None]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_ENGINE: dict[str, _Option] = {
-    "model": _Option("model folder in the Hugging Face layout", "folder", str),
-    "load_format": _Option(
+_ENGINE: dict[str, Option] = {
+    "model": Option("model folder in the Hugging Face layout", "folder", str),
+    "load_format": Option(
         "safetensors reads the weights; dummy makes random ones and reads config.json only",
         "word",
         str,
-        get_args(LoadFormat),
+        choices=get_args(LoadFormat),
     ),
-    "dtype": _Option("type of weights and activations; auto takes the checkpoint's", "word", str, get_args(DType)),
-    "device": _Option("where to run; auto takes cuda where there is a GPU", "word", str, ("auto", "cpu", "cuda")),
-    "tensor_parallel": _Option(
-        "tensor-parallel ranks; with --data-parallel-size, those of one group", "ranks", alias="-tp"
+    "dtype": Option(
+        "type of weights and activations; auto takes the checkpoint's", "word", str, choices=get_args(DType)
     ),
-    "data_parallel": _Option(
+    "device": Option(
+        "where to run; auto takes cuda where there is a GPU", "word", str, choices=("auto", "cpu", "cuda")
+    ),
+    "tensor_parallel": Option(
+        "tensor-parallel ranks; with --data-parallel-size, those of one group",
+        "ranks",
+        aliases=("-tp",),
+        shown="the number of ranks started, divided by --data-parallel-size",
+    ),
+    "data_parallel": Option(
         "data-parallel groups, each with its own requests and KV; the experts are shared",
         "groups",
-        alias="--data-parallel",
+        aliases=("--data-parallel",),
     ),
-    "expert_parallel": _Option(
+    "expert_parallel": Option(
         "expert parallelism: whole experts on each rank instead of a shard of each",
         "switch",
-        alias="--enable-expert-parallel",
+        aliases=("--enable-expert-parallel",),
+        shown="off; on with --data-parallel-size",
     ),
-    "expert_load": _Option("at the end, write how many tokens each expert of each layer received", "file", str),
-    "expert_map": _Option("balance experts over ranks by the --expert-load file of an earlier run", "file", str),
-    "max_model_len": _Option("maximum length of prompt and output together", "tokens"),
-    "max_num_seqs": _Option("maximum number of running requests, in each group", "requests"),
-    "block_size": _Option("tokens in a KV block", "tokens"),
-    "num_blocks": _Option("number of KV blocks; omit to size the pool from free memory", "blocks"),
-    "memory_fraction": _Option(
+    "expert_load": Option(
+        "at the end, write how many tokens each expert of each layer received", "file", str, shown="not written"
+    ),
+    "expert_map": Option(
+        "balance experts over ranks by the --expert-load file of an earlier run", "file", str, shown="in order"
+    ),
+    "max_model_len": Option("maximum length of prompt and output together", "tokens", shown="the model's own limit"),
+    "max_num_seqs": Option("maximum number of running requests, in each group", "requests"),
+    "block_size": Option("tokens in a KV block", "tokens"),
+    "num_blocks": Option(
+        "number of KV blocks; omit to size the pool from free memory",
+        "blocks",
+        shown="sized from --memory-fraction of the memory",
+    ),
+    "memory_fraction": Option(
         "this engine's share of the whole device's memory; at start so much must be free",
         "fraction",
         number,
-        alias="--gpu-memory-utilization",
+        aliases=("--gpu-memory-utilization",),
     ),
-    "max_prefill_tokens": _Option("token budget of one prefill step", "tokens"),
-    "mixed_steps": _Option(
+    "max_prefill_tokens": Option("token budget of one prefill step", "tokens"),
+    "mixed_steps": Option(
         "prefill chunks share steps with decode requests; off: prefill has separate steps, for which these wait",
         "switch",
     ),
-    "itl_target_ms": _Option(
+    "itl_target_ms": Option(
         "longest step that prefills while requests decode, so the inter-token latency; less delays first tokens",
         "ms",
         number,
+        shown="7 times a step's fixed cost, or twice the decode step",
     ),
-    "prefill_burst": _Option(
+    "prefill_burst": Option(
         "most consecutive prefill steps while other requests decode; without mixed steps only", "steps"
     ),
-    "chain_depth": _Option(
+    "chain_depth": Option(
         "steps in flight besides the one whose results are read next: more hide pauses of the host, but a new request "
         "waits for them; 0: the serial engine",
         "steps",
+        shown="the least that keeps the GPU busy, measured at start-up; 2 on cpu",
     ),
-    "speculative_config": _Option(
+    "speculative_config": Option(
         "speculative decoding, a JSON object with vLLM's keys, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; draft tokens change no output, '
         "probabilistic ones keep its distribution",
         "json",
         str,
+        shown="off",
     ),
-    "speculative_method": _Option(f"its key method: {', '.join(METHODS)}", "word", str, alias="--spec-method"),
-    "speculative_model": _Option(
+    "speculative_method": Option(
+        f"its key method: {', '.join(METHODS)}", "word", str, aliases=("--spec-method",), shown="off"
+    ),
+    "speculative_model": Option(
         "its key model: folder of the draft model; mtp without it: the MTP layer of the checkpoint",
         "folder",
         str,
-        alias="--spec-model",
+        aliases=("--spec-model",),
+        shown="none",
     ),
-    "num_speculative_tokens": _Option(
-        "its key num_speculative_tokens: draft tokens a step", "tokens", alias="--spec-tokens"
+    "num_speculative_tokens": Option(
+        "its key num_speculative_tokens: draft tokens a step",
+        "tokens",
+        aliases=("--spec-tokens",),
+        shown="what --speculative-config says",
     ),
-    "decode_buckets": _Option("batch sizes of decode graphs, ascending, comma-separated", "rows", whole_numbers),
-    "prefill_graphs": _Option(
+    "decode_buckets": Option(
+        "batch sizes of decode graphs, ascending, comma-separated",
+        "rows",
+        whole_numbers,
+        shown="1,2,4,8, then at growing distances up to --max-num-seqs",
+    ),
+    "prefill_graphs": Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
     ),
-    "fp8_activations": _Option(
+    "fp8_activations": Option(
         "whether activations are quantised where weights are FP8; auto: where that is faster, by the number of rows",
         "word",
         str,
-        get_args(Fp8Activations),
+        choices=get_args(Fp8Activations),
     ),
-    "prefill_attention": _Option(
+    "prefill_attention": Option(
         "prefill attention on GPUs; flashinfer is faster, but its first build takes more than a minute; triton needs "
         "none; auto: flashinfer if built, else triton, while flashinfer is built in the background for the next start",
         "word",
         str,
-        get_args(PrefillWanted),
+        choices=get_args(PrefillWanted),
     ),
-    "prefix_caching": _Option("reuse the KV of common prompt prefixes", "switch", alias="--enable-prefix-caching"),
-    "num_snapshots": _Option(
+    "prefix_caching": Option("reuse the KV of common prompt prefixes", "switch", aliases=("--enable-prefix-caching",)),
+    "num_snapshots": Option(
         "snapshots of recurrent state, for prefix caching of hybrid models; 0: no prefix caching for them",
         "snapshots",
+        shown="a quarter of the cache memory, at most 4 a row",
     ),
-    "snapshot_interval": _Option(
+    "snapshot_interval": Option(
         "KV blocks between a prompt's snapshots, besides that at its last full block; each may cost a step; 0: none",
         "blocks",
+        shown="as many as --max-num-batched-tokens holds",
     ),
-    "deterministic": _Option(
+    "deterministic": Option(
         "a request's tokens and log-probabilities are the same, bit for bit, for any batch, order, chunks, prefix "
         "hits, evictions and chain depth; slower",
         "switch",
     ),
-    "max_waiting": _Option("maximum number of requests in the engine's queue", "requests"),
-    "max_sessions": _Option("maximum number of open sessions of `daemon`, each with its own slot", "sessions"),
-    "session_policy": _Option(
+    "max_waiting": Option("maximum number of requests in the engine's queue", "requests"),
+    "max_sessions": Option("maximum number of open sessions of `daemon`, each with its own slot", "sessions"),
+    "session_policy": Option(
         "parked sessions when memory is short: evict recomputes them later, close ends the one idle for longest, "
         "refuse rejects new work that would need it",
         "word",
         str,
-        get_args(SessionPolicy),
+        choices=get_args(SessionPolicy),
     ),
-    "horizon": _Option(
+    "horizon": Option(
         "steps between rank 0's announcement of an event and its effect, in which records reach all ranks without a "
         "wait; it delays new requests; a single rank needs none",
         "steps",
+        shown="the least at which no rank waits for records, measured at start-up",
     ),
-    "plan_late": _Option(
+    "plan_late": Option(
         "serving: plan the next step shortly before the one in flight ends, so that new requests can join it; off: at "
         "once",
         "switch",
+        shown="on with cuda, off on cpu",
     ),
-    "control_timeout_s": _Option("silence after which a rank counts as lost and the job ends", "seconds", number),
-    "seed": _Option("base seed for requests without one, and for dummy weights", "number"),
-    "warm": _Option(
+    "control_timeout_s": Option("silence after which a rank counts as lost and the job ends", "seconds", number),
+    "seed": Option("base seed for requests without one, and for dummy weights", "number"),
+    "warm": Option(
         f"sampling features whose graphs are captured at start-up, comma-separated: {', '.join(WARM_KINDS)}",
         "kinds",
         _words,
     ),
-    "symmetric_all_reduce": _Option(
+    "symmetric_all_reduce": Option(
         "custom all-reduce, dispatch and combine over symmetric memory for small messages; off: NCCL for all",
         "switch",
     ),
-    "kernel_cache": _Option("folder for kernel choices measured at start-up", "folder", str),
-    "bundles": _Option("folder for the crash reports of each rank of a failed job", "folder", str),
-    "timeline": _Option(
-        "write the steps of all ranks as one trace for ui.perfetto.dev; .gz compresses it", "file", str
+    "kernel_cache": Option("folder for kernel choices measured at start-up", "folder", str),
+    "bundles": Option("folder for the crash reports of each rank of a failed job", "folder", str),
+    "timeline": Option(
+        "write the steps of all ranks as one trace for ui.perfetto.dev; .gz compresses it",
+        "file",
+        str,
+        shown="not written",
     ),
-    "nvtx": _Option("mark the phases of each step as NVTX ranges for Nsight Systems", "switch"),
+    "nvtx": Option("mark the phases of each step as NVTX ranges for Nsight Systems", "switch"),
 }
-
-_DERIVED_DEFAULTS = {
-    "tensor_parallel": "the number of ranks started, divided by --data-parallel-size",
-    "expert_parallel": "off; on with --data-parallel-size",
-    "max_model_len": "the model's own limit",
-    "chain_depth": "the least that keeps the GPU busy, measured at start-up; 2 on cpu",
-    "plan_late": "on with cuda, off on cpu",
-    "horizon": "the least at which no rank waits for records, measured at start-up",
-    "num_blocks": "sized from --memory-fraction of the memory",
-    "num_snapshots": "a quarter of the cache memory, at most 4 a row",
-    "snapshot_interval": "as many as --max-num-batched-tokens holds",
-    "itl_target_ms": "7 times a step's fixed cost, or twice the decode step",
-    "timeline": "not written",
-    "speculative_config": "off",
-    "speculative_method": "off",
-    "speculative_model": "none",
-    "num_speculative_tokens": "what --speculative-config says",
-    "expert_load": "not written",
-    "expert_map": "in order",
-    "decode_buckets": "1,2,4,8, then at growing distances up to --max-num-seqs",
-}
-
 
 # Of commands that take requests without sampling parameters (launch/api/sampling_defaults.py).
 WARMED: Final = {"warm": "greedy, and what requests without sampling parameters need"}
@@ -212,42 +279,20 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_engine_options(
-    group: argparse._ArgumentGroup, *, shown: Mapping[str, str] | None = None, model: str = _ENGINE["model"].help
+    parser: argparse.ArgumentParser, *, shown: Mapping[str, str] | None = None, model: str = _ENGINE["model"].help
 ) -> None:
-    """One flag a field of EngineConfig. Without a default of argparse's own: EngineConfig has them.
+    """One flag a field of EngineConfig, in a group of their own.
 
     ``shown``: in --help, the defaults by field that the command has instead. ``model``: what it takes for a model.
     """
+    group = parser.add_argument_group("engine")
     defaults = {f.name: f.default for f in fields(EngineConfig)}
-    for name, option in _ENGINE.items():
-        default = "required"
-        if defaults[name] is not MISSING:
-            default = f"default: {(shown or {}).get(name) or _shown_default(name, defaults[name])}"
-        flags = [flag_of(name)] + ([option.alias] if option.alias else [])
-        common: dict[str, Any] = {
-            "dest": name,
-            "default": argparse.SUPPRESS,
-            "help": f"{model if name == 'model' else option.help} ({default}) [{option.unit}]",
-        }
-        if option.unit == "switch":
-            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
-        else:
-            metavar = None if option.choices else option.unit.upper()
-            group.add_argument(
-                *flags,
-                type=option.parse,
-                choices=option.choices,
-                metavar=metavar,
-                required=defaults[name] is MISSING,
-                **common,
-            )
-
-
-def _shown_default(name: str, default: object) -> str:
-    if name in DEVICE_DEFAULTS:
-        return ", ".join(f"{value} on {device}" for device, value in DEVICE_DEFAULTS[name].items())
-    if name in _DERIVED_DEFAULTS:
-        return _DERIVED_DEFAULTS[name]
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return ",".join(default) if isinstance(default, tuple) else str(default)
+    for name, declared in {**_ENGINE, "model": replace(_ENGINE["model"], help=model)}.items():
+        default = defaults[name]
+        if name in DEVICE_DEFAULTS:
+            default = ", ".join(f"{value} on {device}" for device, value in DEVICE_DEFAULTS[name].items())
+        if name in (shown or {}):
+            declared = replace(declared, shown=(shown or {})[name])
+        if declared.unit == "switch":
+            declared = replace(declared, more={"action": argparse.BooleanOptionalAction})
+        add_option(group, flag_of(name), name, declared, default)

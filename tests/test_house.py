@@ -45,7 +45,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/bench",),
         ("launch/generate", "launch/serve", "launch/daemon", "launch/chat", "launch/doctor", "launch/embed.py"),
         ("launch/api", "launch/ranks", "launch/engine_options.py"),
-        ("launch/values.py", "launch/errors.py"),
+        ("launch/values.py", "launch/errors.py", "launch/options.py"),
     ),
     "runtime": (
         ("runtime/build.py",),
@@ -85,7 +85,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),
-        ("models/kv_group.py",),
     ),
     "parallel": (
         ("parallel/layers",),

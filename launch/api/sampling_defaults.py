@@ -12,18 +12,33 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from launch.engine_options import EngineCommand
 from launch.errors import UsageError
+from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from models.config import ModelConfigError
 from models.generation_config import FILE_NAME, read_sampling_parameters
-from runtime.config import WARM_KINDS, EngineConfig
+from runtime.config import WARM_KINDS, EngineConfig, require_real_texts
 from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
 GenerationConfig = Literal["auto", "none"]
 
 log = logging.getLogger("lockstride")
+
+
+def settled(command: EngineCommand[Any], environ: Mapping[str, str]) -> tuple[Rendezvous, EngineConfig, SamplingParams]:
+    """What a command that answers requests begins with on each rank: the ranks, its engine, and how a request that does
+    not say is drawn; ``command.options`` are FolderDefaults.
+
+    Raises UsageError, ConfigError, ModelConfigError or RendezvousError for a command line that cannot work.
+    """
+    rendezvous, given, options = discover(environ), command.engine, command.options
+    config = command.engine_config(check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous))
+    require_real_texts(config, command.name)
+    defaults = sampling_defaults(Path(config.model), options.generation_config, options.sampling)
+    return rendezvous, warmed_for(config, defaults), defaults
 
 
 def sampling_defaults(

@@ -5,16 +5,15 @@ Knows: the list. Does not know: how anything is measured, or what the command li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from launch.bench.flips import flips
 from launch.bench.latency import latency
-from launch.bench.options import BenchCommand, Subcommand
+from launch.bench.options import BenchCommand, FlipsOptions, LatencyOptions
 from launch.bench.serve import DrawLoad, serve
-from launch.bench.session import OpenEngine, Session, open_session
+from launch.bench.serve_options import ServeOptions
+from launch.bench.session import OpenEngine, open_session
 from launch.bench.throughput import throughput
-
-MEASUREMENTS: dict[Subcommand, Callable[[Session], int]] = {"latency": latency, "throughput": throughput}
 
 
 def run(
@@ -27,7 +26,10 @@ def run(
     Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work, BenchError
     when what was to be measured did not happen, and whatever the engine raises.
     """
-    if command.subcommand == "flips":
-        return flips(*command.options.results)
+    options = command.options
+    if isinstance(options, FlipsOptions):
+        return flips(*options.results)
     session = open_session(command, environ, open_engine)
-    return serve(session, draw) if command.subcommand == "serve" else MEASUREMENTS[command.subcommand](session)
+    if isinstance(options, ServeOptions):
+        return serve(session, options, draw)
+    return latency(session, options) if isinstance(options, LatencyOptions) else throughput(session, options)

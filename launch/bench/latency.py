@@ -1,7 +1,7 @@
 """`bench latency`: the time of a token at fixed batch sizes.
 
-Knows: the fixed-batch protocol, what makes a run of it valid, and how runs become a point.
-Does not know: how requests are driven (bench/trace.py), what a floor is made of (roofline.py).
+Knows: the fixed-batch protocol, what makes a run of it valid, and its table.
+Does not know: the loop and the row of a point (batches.py), what a floor is made of (roofline.py).
 
 fixed-batch: a batch of random prompts is admitted at once, twice: for one token and for n. Then
     TTFT = t(1),  TPOT = (t(n) - t(1)) / (n - 1),  median over runs.
@@ -13,214 +13,106 @@ generation: whole answers only; TTFT and TPOT are medians over requests, TPOT = 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from launch.bench.environment import device_name, engine_facts, environment
+from launch.bench.batches import NO_RATE, BatchBench, BatchRun
+from launch.bench.load.figures import batch_figures
+from launch.bench.load.journal import Journal
+from launch.bench.load.steady import why_not_full
+from launch.bench.options import LatencyOptions
 from launch.bench.point import Point
 from launch.bench.profile import profiles
-from launch.bench.results import vllm_figures
-from launch.bench.roofline import Shape
-from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
+from launch.bench.session import Session, StepTimings
 from launch.bench.speculation import Rounds, full_steps, rounds_between
-from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full
 from launch.bench.workload import random_prompts
 from launch.generate.summary import groups_text
 from runtime.engine import Engine
-from runtime.frontend.client import EngineClient, PromptRequest
-
-NO_RATE = 1  # exit code: at least one point was refused
 
 
-@dataclass(frozen=True, slots=True)
-class FixedBatchRun:
-    """One run; times in seconds. ``refused``: why it gives no rate. ``device``: of the decode steps. ``rounds``: what
-    speculation gained; ``round_s``: of a decode step of the full batch then."""
-
-    ttft: float
-    tpot: float
-    refused: str | None
-    chained_ratio: float
-    device: DeviceWindow | None
-    trace: RunTrace
-    rounds: Rounds | None = None
-    round_s: float | None = None
-
-
-def latency(session: Session) -> int:
+def latency(session: Session, options: LatencyOptions) -> int:
     """The subcommand, on every rank."""
-    with session.together():
-        return _measure(session)  # a call, so that nothing holds the engine when the ranks part
+
+    def measure(engine: Engine, timings: StepTimings) -> int:
+        bench = BatchBench(session, options, "latency", engine, timings, len(options.batch_size))
+        with bench.bar:
+            points = _measured(bench, options)
+        return NO_RATE if any(point.refused for point in points) else 0
+
+    return session.lead(measure)
 
 
-def _measure(session: Session) -> int:
-    timings = StepTimings()
-    with session.open(timings) as engine:
-        if not engine.is_leader:
-            engine.follow()
-            return 0
-        points = LatencyBench(session, engine, timings).run()
-        engine.stop()
-    return NO_RATE if any(point.refused for point in points) else 0
+def _measured(bench: BatchBench, options: LatencyOptions) -> list[Point]:
+    write, points = bench.bar.write, list[Point]()
+    write(heading(options.roofline))
+    for batch in options.batch_size:
+        one = _FixedBatch(bench, options, batch)
+        runs = bench.runs(f"b{batch}-", one.run, one.figures)
+        points.append(one.point(runs))
+        write(table_row(points[-1], options.roofline))
+        if runs[-1].rounds is not None:
+            write(round_text(points[-1], runs[-1].rounds, options.roofline))
+    speculates = bench.session.config.speculation is not None
+    write(SPECULATION_LEGEND if speculates else LEGENDS[options.protocol])
+    if groups := groups_text(bench.engine.counters):
+        write(f"groups, warm-up included: {groups}")
+    if options.profile:  # last: what is timed after a profiler has run may be slower
+        batches = [(point, _FixedBatch(bench, options, point.batch).prompts) for point in points]
+        for tables in profiles(bench.engine, batches, bench.files):
+            write(tables)
+    return points
 
 
-class LatencyBench:
-    """The leader's side. ``run`` once."""
+class _FixedBatch:
+    """One batch size: its prompts, its runs and their point."""
 
-    def __init__(self, session: Session, engine: Engine, timings: StepTimings) -> None:
-        self._session = session
-        self._engine = engine
-        self._timings = timings
-        self._client = EngineClient(engine, text=False)
-        self._startup_s: float | None = None
-        self._files = session.files("latency")
-        self._shape = Shape.from_folder(session.folder, session.kv_dtype)
+    def __init__(self, bench: BatchBench, options: LatencyOptions, batch: int) -> None:
+        self._bench, self._options, self._batch = bench, options, batch
+        lengths, vocab_size = options.lengths, bench.engine.model_config.vocab_size
+        self.prompts = random_prompts(batch, lengths.prompt, lengths.output, vocab_size, bench.engine.config.seed)
 
-    def run(self) -> list[Point]:
-        session, options = self._session, self._session.options
-        points = []
-        with session.progress(len(options.batch_size) * (options.num_warmups + options.num_iters)) as bar:
-            bar.write(heading(options.roofline))
-            for batch in options.batch_size:
-                prompts = self._prompts(batch)
-                for _ in range(options.num_warmups):
-                    self._run(prompts)
-                    bar.update()
-                runs = []
-                for index in range(options.num_iters):
-                    runs.append(self._run(prompts))
-                    figures = vllm_figures(runs[-1].trace, session.model, batch)
-                    self._files.run(f"b{batch}-run{index}", figures | run_figures(runs[-1]), runs[-1].trace)
-                    bar.update()
-                points.append(self._point(batch, runs))
-                self._files.point(points[-1])
-                bar.write(table_row(points[-1], options.roofline))
-                if runs[-1].rounds is not None:
-                    bar.write(round_text(points[-1], runs[-1].rounds, options.roofline))
-            speculates = session.config.speculation is not None
-            bar.write(SPECULATION_LEGEND if speculates else LEGENDS[options.protocol])
-            if groups := groups_text(self._engine.counters):
-                bar.write(f"groups, warm-up included: {groups}")
-            if options.profile:  # last: what is timed after a profiler has run may be slower
-                for tables in profiles(self._engine, self._client, points, self._prompts, self._files):
-                    bar.write(tables)
-        return points
-
-    def _prompts(self, batch: int) -> list[PromptRequest]:
-        lengths, engine = self._session.lengths, self._engine
-        return random_prompts(batch, lengths.prompt, lengths.output, engine.model_config.vocab_size, engine.config.seed)
-
-    def _run(self, prompts: Sequence[PromptRequest]) -> FixedBatchRun:
-        ttft = None
-        if self._session.options.protocol == "fixed-batch":
-            ttft = self._traced(prompts, max_tokens=1).seconds
-        self._timings.clear()
-        before = self._engine.counters
-        trace = self._traced(prompts)
-        after = self._engine.counters
-        steps = self._session.lengths.output - 1
-        rounds = rounds_between(self._session.config, before, after)
+    def run(self, _: int) -> BatchRun:
+        bench, rows, ttft = self._bench, self._batch, None
+        if self._options.protocol == "fixed-batch":
+            ttft = bench.journal(self.prompts, max_tokens=1).seconds
+        journal = bench.journal(self.prompts)
+        device = bench.timings.of(journal.decode_steps)
+        shown = statistics.median(one.ttft for one in journal.requests) if ttft is None else ttft
+        rounds = rounds_between(bench.session.config, journal.before, journal.after)
         if rounds is not None:
-            return self._speculated(rounds, ttft, trace, before, after, len(prompts))
-        whole = statistics.median(times.ttft for times in trace.requests.values())
-        tpot = _token_time(trace) if ttft is None else (trace.seconds - ttft) / max(1, steps)
-        return FixedBatchRun(
-            ttft=whole if ttft is None else ttft,
-            tpot=tpot,
-            refused=why_not_full(trace, len(prompts), steps) or _why_noise(tpot, ttft or 0.0, trace.seconds, steps),
-            chained_ratio=(after["chained_steps"] - before["chained_steps"]) / (after["steps"] - before["steps"]),
-            device=self._timings.of(trace.decode_steps),
-            trace=trace,
-        )
+            full = full_steps(journal.decode_steps, rows)
+            tpot, round_s = (None, None) if full.refused else (full.step_s / full.tokens, full.step_s)
+            return BatchRun(journal, shown, tpot, full.refused, device, rounds, round_s)
+        steps = self._options.output_len - 1
+        tpot = _token_time(journal) if ttft is None else (journal.seconds - ttft) / max(1, steps)
+        refused = why_not_full(journal.decode_steps, rows, steps)
+        return BatchRun(journal, shown, tpot, refused or _why_noise(tpot, ttft or 0.0, journal.seconds, steps), device)
 
-    def _speculated(
-        self,
-        rounds: Rounds,
-        ttft: float | None,
-        trace: RunTrace,
-        before: Mapping[str, int | float],
-        after: Mapping[str, int | float],
-        rows: int,
-    ) -> FixedBatchRun:
-        """Rows gain different numbers of tokens, so they end apart: what counts is the time while all of them ran."""
-        full = full_steps(trace.decode_steps, rows)
-        whole = statistics.median(times.ttft for times in trace.requests.values())
-        return FixedBatchRun(
-            ttft=whole if ttft is None else ttft,
-            tpot=0.0 if full.refused else full.step_s / full.tokens,
-            refused=full.refused,
-            chained_ratio=(after["chained_steps"] - before["chained_steps"]) / (after["steps"] - before["steps"]),
-            device=self._timings.of(trace.decode_steps),
-            trace=trace,
-            rounds=rounds,
-            round_s=None if full.refused else full.step_s,
-        )
+    def figures(self, run: BatchRun) -> dict[str, Any]:
+        return batch_figures(run.journal, self._bench.session.model, self._batch) | run_figures(run)
 
-    def _traced(self, requests: Sequence[PromptRequest], max_tokens: int | None = None) -> RunTrace:
-        trace = run_requests(self._client, requests, max_tokens=max_tokens)
-        check_complete(trace)
-        if self._startup_s is None:
-            self._startup_s = startup_seconds(min(times.landings[0][0] for times in trace.requests.values()))
-            facts = engine_facts(self._engine)
-            self._files.environment(environment(self._session.config, self._session.rendezvous, facts))  # a second
-        return trace
-
-    def _point(self, batch: int, runs: Sequence[FixedBatchRun]) -> Point:
-        session = self._session
+    def point(self, runs: Sequence[BatchRun]) -> Point:
         refused = next((run.refused for run in runs if run.refused), None)
-        tpots = [] if refused else [run.tpot for run in runs]
-        tpot = statistics.median(tpots) if tpots else None
-        idle = [run.device.idle_fraction for run in runs if run.device is not None]
-        floor = session.floor(self._shape, batch, session.lengths.average)
-        of_round = session.round_floor(self._shape, batch, session.lengths.average)
-        speculation = session.config.speculation
         lengths = [run.rounds.accepted_length for run in runs if run.rounds is not None and run.rounds.rounds]
-        rounds = [run.round_s for run in runs if run.round_s is not None]
-        return Point(
-            hw=device_name(session.config.device),
-            kind="latency",
-            model=session.model,
-            precision=session.precision,
-            tp=session.config.tensor_parallel,
-            ep=session.expert_parallel,
-            dp=session.config.data_parallel,
-            batch=batch,
-            input_len=session.lengths.prompt,
-            output_len=session.lengths.output,
-            chain_depth=self._engine.scheduler.config.limits.depth,
-            runs=len(runs),
+        return self._bench.point(
+            runs,
+            self._batch,
+            self._options.lengths,
+            tok_s=None if refused else self._batch / statistics.median(run.tpot for run in runs if run.tpot),
             refused=refused,
-            tpot_ms=None if tpot is None else tpot * 1e3,
-            tpot_ms_min=min(tpots) * 1e3 if tpots else None,
-            tpot_ms_max=max(tpots) * 1e3 if tpots else None,
-            ttft_s=statistics.median(run.ttft for run in runs),
-            tok_s=None if tpot is None else batch / tpot,
-            tok_s_per_gpu=None if tpot is None else batch / tpot / session.ranks,
-            tok_s_per_user=None if tpot is None else 1 / tpot,
-            roofline_floor_ms=floor.seconds * 1e3,
-            roofline_fraction=None if tpot is None or speculation else floor.seconds / tpot,  # of one token a step
-            bandwidth_fraction=None
-            if tpot is None or speculation
-            else floor.bytes / tpot / session.options.bytes_per_s,
-            chained_ratio=statistics.median(run.chained_ratio for run in runs),
-            device_idle=statistics.median(idle) if idle else None,
-            startup_s=self._startup_s,
-            speculation=None if speculation is None else speculation.label,
-            num_speculative_tokens=None if speculation is None else speculation.num_speculative_tokens,
+            chained=statistics.median(run.journal.chained for run in runs),
             accepted_length=statistics.median(length for length in lengths if length) if lengths else None,
-            round_ms=statistics.median(rounds) * 1e3 if rounds and not refused else None,
-            round_floor_ms=None if of_round is None else of_round.seconds * 1e3,
         )
 
 
-def run_figures(run: FixedBatchRun) -> dict[str, Any]:
+def run_figures(run: BatchRun) -> dict[str, Any]:
     """What the protocol adds to a run's figures under vLLM's names."""
     return {
         "protocol_ttft_s": run.ttft,
-        "protocol_tpot_ms": None if run.refused else run.tpot * 1e3,
+        "protocol_tpot_ms": None if run.refused else _ms(run.tpot),
         "refused": run.refused,
-        "chained_ratio": run.chained_ratio,
+        "chained_ratio": run.journal.chained,
         "device": None if run.device is None else asdict(run.device),
     } | ({} if run.rounds is None else run.rounds.figures() | {"round_ms": _ms(run.round_s)})
 
@@ -240,8 +132,8 @@ def _why_noise(tpot: float, short_s: float, long_s: float, steps: int) -> str | 
     return f"one token took {short_s:.4f} s and {steps + 1} took {long_s:.4f} s: something else kept the machine busy"
 
 
-def _token_time(trace: RunTrace) -> float:
-    tpots = [times.tpot for times in trace.requests.values() if times.tpot is not None]
+def _token_time(journal: Journal) -> float:
+    tpots = [one.tpot for one in journal.requests if one.tpot is not None]
     return statistics.median(tpots) if tpots else 0.0
 
 

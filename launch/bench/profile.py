@@ -18,20 +18,24 @@ Without a GPU operators stand in for kernels, by their own time on the CPU, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.bench import round_stages
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
+from launch.bench.load.engine_backend import run_batch
+from launch.bench.load.journal import DecodeStep
+from launch.bench.load.steady import why_not_full
 from launch.bench.point import Point
 from launch.bench.results import ResultFiles
-from launch.bench.trace import RunTrace, check_complete, run_requests, why_not_full
 from runtime.engine import Engine
-from runtime.frontend.client import EngineClient, PromptRequest
+from runtime.frontend.client import PromptRequest
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
+
+Batches = Sequence[tuple[Point, Sequence[PromptRequest]]]
 
 PROFILED_STEPS = 16  # decode steps of a profiled run, at most: each is hundreds of kernels
 
@@ -46,15 +50,9 @@ class Recorded:
     refused: str | None
 
 
-def profiles(
-    engine: Engine,
-    client: EngineClient,
-    points: Sequence[Point],
-    prompts_of: Callable[[int], Sequence[PromptRequest]],
-    files: ResultFiles,
-) -> Iterator[str]:
+def profiles(engine: Engine, batches: Batches, files: ResultFiles) -> Iterator[str]:
     """The tables of each point's batch as text; its file is written before. The leader calls it when all is timed."""
-    recorded, events = _record(engine, client, points, prompts_of)
+    recorded, events = _record(engine, batches)
     on_cpu = engine.config.device == "cpu"
     windows = {event.name: event for event in events if event.is_user_annotation and _on_host(event)}
     for one in recorded:
@@ -94,12 +92,7 @@ def _stages(batch: int, decode: Sequence[Call], files: ResultFiles) -> str:
     return round_stages.text(batch, found)
 
 
-def _record(
-    engine: Engine,
-    client: EngineClient,
-    points: Sequence[Point],
-    prompts_of: Callable[[int], Sequence[PromptRequest]],
-) -> tuple[list[Recorded], Sequence[FunctionEvent]]:
+def _record(engine: Engine, batches: Batches) -> tuple[list[Recorded], Sequence[FunctionEvent]]:
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile, record_function  # here: only when it is asked for
 
@@ -111,32 +104,32 @@ def _record(
     # acc_events: there is one cycle, and torch 2.11 warns that events of others would be lost.
     with profile(activities=activities, experimental_config=threads, acc_events=True) as found:
         # The first launches under the profiler are slow on the host: not part of a window.
-        check_complete(run_requests(client, prompts_of(points[0].batch), max_tokens=1))
-        for point in points:
-            prompts = prompts_of(point.batch)
+        run_batch(engine, batches[0][1], max_tokens=1)
+        for point, prompts in batches:
             wanted = math.ceil(PROFILED_STEPS * (point.accepted_length or 1))  # tokens that so many steps gain a row
             more = min(wanted, prompts[0].sampling.max_tokens - 1)
             before = engine.counters["prefill_steps"]
             for kind, tokens in (("prefill", 1), ("decode", 1 + more)):
                 launched = engine.counters["decode_steps"]
                 with record_function(_label(point.batch, kind)):
-                    trace = run_requests(client, prompts, max_tokens=tokens)
+                    steps_run = run_batch(engine, prompts, max_tokens=tokens).decode_steps
                     engine.executor.device.synchronize()
-                check_complete(trace)
             prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts
             steps = int(engine.counters["decode_steps"] - launched)  # with those behind the end, which bring nothing
             speculates = point.accepted_length is not None
-            refused = _why_ragged(trace, len(prompts)) if speculates else why_not_full(trace, len(prompts), more)
+            refused = (
+                _why_ragged(steps_run, len(prompts)) if speculates else why_not_full(steps_run, len(prompts), more)
+            )
             recorded.append(Recorded(point, prefills, steps, refused))
     return recorded, found.events() or ()
 
 
-def _why_ragged(trace: RunTrace, rows: int) -> str | None:
+def _why_ragged(steps: Sequence[DecodeStep], rows: int) -> str | None:
     """With speculation rows end apart: a few steps of fewer rows are part of the average, more of them would be it."""
-    full = sum(decode.rows == rows for decode in trace.decode_steps)
-    if 4 * full >= 3 * len(trace.decode_steps) > 0:
+    full = sum(decode.rows == rows for decode in steps)
+    if 4 * full >= 3 * len(steps) > 0:
         return None
-    return f"only {full} of {len(trace.decode_steps)} decode steps ran all {rows} rows"
+    return f"only {full} of {len(steps)} decode steps ran all {rows} rows"
 
 
 def _label(batch: int, kind: str) -> str:

@@ -28,13 +28,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from launch.bench.load.figures import request_rows
+from launch.bench.load.journal import Journal
 from launch.bench.point import Point, ServePoint
-from launch.bench.trace import BenchError, RunTrace
-from launch.errors import UsageError
-
-PERCENTILES = (50, 90, 95, 99)
+from launch.errors import BenchError, UsageError
 
 
 class ResultFiles:
@@ -50,10 +48,10 @@ class ResultFiles:
     def environment(self, record: dict[str, Any]) -> None:
         self._write("environment.json", record)
 
-    def run(self, label: str, figures: dict[str, Any], trace: RunTrace) -> None:
+    def run(self, label: str, figures: dict[str, Any], journal: Journal) -> None:
         """One run's figures, and a row for each of its requests."""
         self._write(f"{label}.json", figures)
-        self._append("requests.jsonl", [{"run": label, **row} for row in request_rows(trace)])
+        self._append("requests.jsonl", [{"run": label, **row} for row in request_rows(journal)])
 
     def path(self, ending: str) -> Path | None:
         """Where a file with that ending belongs; None without a folder."""
@@ -109,79 +107,3 @@ def _written(path: Path) -> Iterator[None]:
 
 def _beside(stem: Path, ending: str) -> Path:
     return stem.with_name(f"{stem.name}.{ending}")
-
-
-def request_rows(trace: RunTrace) -> list[dict[str, Any]]:
-    """What each request of a run experienced; times in milliseconds, ``submitted`` after the run's start."""
-    return [
-        {
-            "request_id": request_id,
-            "prompt_tokens": len(times.request.prompt),
-            "output_tokens": times.tokens,
-            "finish_reason": trace.finished[request_id].reason.label,
-            "submitted_ms": _ms(times.submitted - trace.started),
-            "ttft_ms": _ms(times.ttft) if times.landings else None,
-            "tpot_ms": None if times.tpot is None else _ms(times.tpot),
-            "e2el_ms": _ms(times.e2e) if times.landings else None,
-        }
-        for request_id, times in trace.requests.items()
-    ]
-
-
-def vllm_figures(trace: RunTrace, model_id: str, max_concurrency: int | None) -> dict[str, Any]:
-    """A run under the names of vLLM's benchmarks.
-
-    tpot: (last token - first token) / (tokens - 1) of each request. itl: every gap between a request's landings.
-    e2el: from submission to the last token. Rates are over the whole run, its ramp and its tail included.
-    """
-    times = [request for request in trace.requests.values() if request.landings]
-    failed = sum(not ended.token_ids for ended in trace.finished.values())
-    prompt_tokens = sum(len(request.request.prompt) for request in times)
-    output_tokens = sum(request.tokens for request in times)
-    figures: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "backend": "lockstride",
-        "model_id": model_id,
-        "max_concurrency": max_concurrency,
-        "duration": trace.seconds,
-        "completed": len(trace.finished) - failed,
-        "failed": failed,
-        "total_input": prompt_tokens,
-        "total_output": output_tokens,
-        "total_input_tokens": prompt_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": len(times) / trace.seconds,
-        "output_throughput": output_tokens / trace.seconds,
-        "total_token_throughput": (prompt_tokens + output_tokens) / trace.seconds,
-    }
-    for name, seconds in (
-        ("ttft", [request.ttft for request in times]),
-        ("tpot", [request.tpot for request in times if request.tpot is not None]),
-        ("itl", [gap for request in times for gap in request.gaps]),
-        ("e2el", [request.e2e for request in times]),
-    ):
-        figures |= spread(name, seconds)
-    return figures
-
-
-def spread(name: str, seconds: list[float]) -> dict[str, Any]:
-    """mean, median, std and percentiles, the latter both as vLLM's files and as its metrics object have them.
-
-    None of each where there are no values.
-    """
-    if not seconds:
-        words = ("mean", "median", "std", "percentiles", *(f"p{percent}" for percent in PERCENTILES))
-        return {f"{word}_{name}_ms": None for word in words}
-    values = np.asarray(seconds) * 1e3
-    percentiles = {percent: float(np.percentile(values, percent)) for percent in PERCENTILES}
-    return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(values.std()),
-        f"percentiles_{name}_ms": list(percentiles.items()),
-        **{f"p{percent}_{name}_ms": value for percent, value in percentiles.items()},
-    }
-
-
-def _ms(seconds: float) -> float:
-    return seconds * 1e3

@@ -36,7 +36,7 @@ from launch.bench.load.report import Progress, report, shown_seconds, summary
 from launch.bench.load.steady import Window, steady_window, steps_of
 from launch.bench.load.timeline import timeline
 from launch.bench.point import ServePoint
-from launch.bench.serve_options import ServeOptions, one_name_each
+from launch.bench.serve_options import ServeOptions
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
 from launch.bench.speculation import Rounds, rounds_between
 from launch.errors import UsageError
@@ -72,24 +72,13 @@ class Target:
     forget: Callable[[], None] = lambda: None
 
 
-def serve(session: Session, draw: DrawLoad | None = None) -> int:
+def serve(session: Session, options: ServeOptions, draw: DrawLoad | None = None) -> int:
     """The subcommand, on every rank. Raises UsageError or BenchError."""
-    options = session.options.serve
-    if options is None:
-        raise UsageError("bench serve has no options of its own")
     if options.base_url is not None:
         return _serve_url(session, options, options.base_url, draw)
     loads = loads_of(session, options, cached=session.config.prefix_caching) if session.is_leader else []
-    with session.together():
-        return _measure(session, options, loads, draw)  # a call, so that nothing holds the engine when the ranks part
 
-
-def _measure(session: Session, options: ServeOptions, loads: Sequence[Load], draw: DrawLoad | None) -> int:
-    timings = StepTimings()
-    with session.open(timings) as engine:
-        if not engine.is_leader:
-            engine.follow()
-            return 0
+    def measure(engine: Engine, timings: StepTimings) -> int:
         target = Target(
             "lockstride",
             device_name(session.config.device),
@@ -98,9 +87,9 @@ def _measure(session: Session, options: ServeOptions, loads: Sequence[Load], dra
             timings.between,
             timings.clear,
         )
-        code = ServeBench(session, options, target, draw, engine).run(loads)
-        engine.stop()
-    return code
+        return ServeBench(session, options, target, draw, engine).run(loads)
+
+    return session.lead(measure)
 
 
 def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad | None) -> int:
@@ -155,7 +144,7 @@ class ServeBench:
         self._target = target
         self._draw = draw
         self._engine = engine
-        self._slos = one_name_each(options.goodput)
+        self._slos = options.goals
         self._files = session.files("serve")
         self._startup_s: float | None = None
         self._failed = 0
@@ -315,11 +304,7 @@ class ServeBench:
             hw=self._target.hw,
             framework=self._target.name,
             kind="serve",
-            model=session.model,
-            precision=session.precision,
-            tp=session.config.tensor_parallel,
-            ep=session.expert_parallel,
-            dp=session.config.data_parallel,
+            **session.described,
             batch=self._rows(load),
             input_len=None,
             output_len=None,

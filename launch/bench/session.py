@@ -10,33 +10,36 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from launch.bench.environment import process_age
+from launch.bench.load.journal import DecodeStep
 from launch.bench.options import (
     FIXED_BATCH_MODEL_LEN,
     PATIENCE_S,
     PREFILL_FIRST,
     BenchCommand,
-    BenchOptions,
+    FlipsOptions,
+    LatencyOptions,
+    Lengths,
+    RunOptions,
+    ThroughputOptions,
 )
 from launch.bench.results import ResultFiles, make_folder
-from launch.bench.roofline import Ceilings, Floor, Shape, drafter_shape, round_floor, target_floor
-from launch.bench.trace import DecodeStep
+from launch.bench.roofline import Ceilings
+from launch.bench.serve_options import ServeOptions
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
-from models.config import DTYPES, ModelConfig
+from models.config import ModelConfig
 from runtime.config import EngineConfig
-from runtime.engine import Engine
+from runtime.engine import Engine, ServedModel
 from runtime.execute.result_reader import StepTiming
 
 OnTiming = Callable[[StepTiming], None]
@@ -48,31 +51,13 @@ log = logging.getLogger("lockstride")
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of each request."""
-
-    prompt: int
-    output: int
-
-    @property
-    def total(self) -> int:
-        return self.prompt + self.output
-
-    @property
-    def average(self) -> int:
-        """KV of a row in the middle of its answer."""
-        return self.prompt + self.output // 2
-
-
-@dataclass(frozen=True, slots=True)
 class Session:
     """One measurement on this rank. ``config`` has the protocol's defaults in it."""
 
-    options: BenchOptions
     config: EngineConfig
     rendezvous: Rendezvous
-    lengths: Lengths
     open_engine: OpenEngine
+    result_dir: Path | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -95,7 +80,7 @@ class Session:
             method = speculation.label.replace(" (synthetic)", "-synthetic").replace(" tree of ", "-tree")
             speculates = f"-{method}{speculation.num_speculative_tokens}"
         name = f"{kind}-{self.model}-tp{self.config.tensor_parallel}{groups}{speculates}"
-        return ResultFiles(self.options.result_dir, name)
+        return ResultFiles(self.result_dir, name)
 
     @property
     def folder(self) -> Path:
@@ -107,8 +92,15 @@ class Session:
         return self.folder.resolve().name
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        return DTYPES[self.precision]
+    def served_model(self) -> ServedModel:
+        """What requests are checked against."""
+        facts = ModelConfig.from_folder(self.folder)
+        return ServedModel(facts.vocab_size, self.config.max_model_len or facts.max_length, facts.eos_token_ids)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a weight and of a KV value."""
+        return 4 if self.precision == "float32" else 2
 
     @property
     def precision(self) -> str:
@@ -119,46 +111,43 @@ class Session:
             return "float32"
         return str(ModelConfig.from_folder(self.folder).dtype).removeprefix("torch.")
 
-    def floor(self, shape: Shape, batch: int, length: float) -> Floor:
-        """Of one decode step; ``length`` is the average KV of a row, in tokens."""
-        return target_floor(shape, self._ceilings, batch=batch, length=length)
-
-    def round_floor(self, shape: Shape, batch: int, length: float) -> Floor | None:
-        """Of one round of a batch whose rows all have a window; None without speculation."""
-        config = self.config.speculation
-        if config is None:
-            return None
-        drafter = drafter_shape(config, ModelConfig.from_folder(self.folder), self.kv_dtype)
-        return round_floor(
-            shape,
-            drafter,
-            self._ceilings,
-            batch=batch,
-            length=length,
-            guesses=config.num_speculative_tokens,
-            tree=config.tree_size,
-        )
-
     @property
-    def _ceilings(self) -> Ceilings:
+    def described(self) -> dict[str, Any]:
+        """The fields of a point (Measured) that a session has."""
+        return {
+            "model": self.model,
+            "precision": self.precision,
+            "tp": self.config.tensor_parallel,
+            "ep": self.expert_parallel,
+            "dp": self.config.data_parallel,
+        }
+
+    def ceilings(self, options: RunOptions) -> Ceilings:
+        """Of each rank's device."""
         return Ceilings(
             ranks=self.ranks,
-            value_bytes=DTYPES[self.precision].itemsize,
-            bytes_per_s=self.options.bytes_per_s,
-            flop_per_s=self.options.flop_per_s,
+            value_bytes=self.value_bytes,
+            bytes_per_s=options.bytes_per_s,
+            flop_per_s=options.flop_per_s,
             groups=self.config.data_parallel,
         )
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """All ranks, until the end of the block; by then no local variable may hold an engine."""
+    def lead(self, measure: Callable[[Engine, StepTimings], int]) -> int:
+        """An engine on all ranks, which ends after ``measure`` on the leader; returns what that returned, or 0."""
         with joined(self.rendezvous, self.config.device):
-            yield
+            code = self._led(measure)  # a call, so that nothing holds the engine when the ranks part
             gc.collect()  # closed engines refer to themselves; their graphs must go before the process group does
+        return code
 
-    def open(self, on_timing: OnTiming | None = None) -> Engine:
-        """This rank's engine, to be used in a ``with`` that ends before the one of ``together``."""
-        return self.open_engine(self.config, self.rendezvous, on_timing)
+    def _led(self, measure: Callable[[Engine, StepTimings], int]) -> int:
+        timings = StepTimings()
+        with self.open_engine(self.config, self.rendezvous, timings) as engine:
+            if not engine.is_leader:
+                engine.follow()
+                return 0
+            code = measure(engine, timings)
+            engine.stop()
+        return code
 
     def progress(self, total: int) -> tqdm[Any]:
         """A bar on a terminal, on rank 0."""
@@ -168,40 +157,48 @@ class Session:
 def open_session(command: BenchCommand, environ: Mapping[str, str], open_engine: OpenEngine) -> Session:
     """Raises UsageError, ConfigError, RendezvousError or ModelConfigError for a command line that cannot work."""
     rendezvous, options = discover(environ), command.options
+    assert not isinstance(options, FlipsOptions), "it needs no engine"
     engine = dict(command.engine)
     folder = model_folder(engine["model"])
     engine["model"] = str(folder)
     if "load_format" not in engine and not any(folder.glob("*.safetensors")):
         log.info("%s holds no weights: --load-format dummy", folder)
         engine["load_format"] = "dummy"
-    fixed = command.subcommand == "latency"
-    lengths = Lengths(options.input_len or (512 if fixed else 1024), options.output_len or (257 if fixed else 128))
-    rows = max(options.batch_size) if fixed else options.max_concurrency or 1
-    if options.serve is not None:
-        rows = max(options.serve.max_concurrency, default=1)
-    defaults = _fixed_batch_defaults(engine, folder) if fixed else {"control_timeout_s": PATIENCE_S}
-    command = BenchCommand(command.subcommand, engine, options)
+    rows, defaults = 1, {"control_timeout_s": PATIENCE_S}
+    match options:
+        case LatencyOptions(batch_size=batches):
+            rows, defaults = max(batches), _fixed_batch_defaults(engine, folder)
+        case ThroughputOptions(max_concurrency=most):
+            rows = most or 1
+        case ServeOptions(max_concurrency=points):
+            rows = max(points, default=1)
     tensor_parallel = check_degrees(engine.get("tensor_parallel"), engine.get("data_parallel"), rendezvous)
-    config = command.engine_config(tensor_parallel, defaults)
+    config = EngineConfig(**{**defaults, **engine, "tensor_parallel": tensor_parallel})
     if config.running_seqs < rows:
         in_a_group = -(-rows // config.data_parallel)
-        if fixed and "max_num_seqs" in engine:
+        if isinstance(options, LatencyOptions) and "max_num_seqs" in engine:
             raise UsageError(
                 f"--max-num-seqs is {config.max_num_seqs}, but --batch-size asks for {in_a_group} rows"
                 f"{' in each group' if config.data_parallel > 1 else ''}: type --max-num-seqs {in_a_group}"
             )
-        if "max_num_seqs" not in engine:
-            config = command.engine_config(tensor_parallel, {**defaults, "max_num_seqs": in_a_group})
-    if fixed and lengths.output < 2:
+        engine.setdefault("max_num_seqs", in_a_group)
+        config = EngineConfig(**{**defaults, **engine, "tensor_parallel": tensor_parallel})
+    if isinstance(options, LatencyOptions):
+        _check_lengths(options.lengths, config)
+    if rendezvous.topology.is_leader and options.result_dir is not None:
+        make_folder(options.result_dir)  # before anything is measured
+    return Session(config, rendezvous, open_engine, options.result_dir)
+
+
+def _check_lengths(lengths: Lengths, config: EngineConfig) -> None:
+    """Of a fixed batch. Raises UsageError."""
+    if lengths.output < 2:
         raise UsageError("--output-len 1 has no time between tokens: type 2 or more")
-    if fixed and config.max_model_len is not None and lengths.total > config.max_model_len:
+    if config.max_model_len is not None and lengths.total > config.max_model_len:
         raise UsageError(
             f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
             f"--max-model-len is {config.max_model_len}: type --max-model-len {lengths.total} or less of the others"
         )
-    if rendezvous.topology.is_leader and options.result_dir is not None:
-        make_folder(options.result_dir)  # before anything is measured
-    return Session(options, config, rendezvous, lengths, open_engine)
 
 
 def model_folder(model: str) -> Path:

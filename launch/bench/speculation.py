@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.bench.trace import DecodeStep
+from launch.bench.load.journal import DecodeStep
 from runtime.config import EngineConfig
 
 FEWEST_STEPS = 4  # of a full batch, between which a step's time is taken

@@ -14,23 +14,22 @@ from pathlib import Path
 import msgspec
 
 from launch.api.parser import BadLine, RequestParser
-from launch.bench.session import Session
-from launch.bench.trace import BenchError
-from launch.errors import UsageError
-from launch.generate.command import load_texts
+from launch.errors import BenchError, UsageError
 from launch.generate.input_file import FinishedRows, read_requests
-from models.config import ModelConfig
-from runtime.engine import ServedModel
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import PromptRequest
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import SamplingParams
 
-_IDS = (100, 150_000)  # random ids lie in [100, 150000), the protocol's range, and below the vocabulary
+IDS = (100, 150_000)  # token ids lie in [100, 150000), folded below the vocabulary where that ends earlier
 _SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens; what vLLM keeps of ShareGPT
 _MAX_LINE_BYTES = 1 << 24
-OF_A_FILE = ("sharegpt", "jsonl")
+
+
+def id_range(vocab_size: int) -> range:
+    """The token ids that are drawn from."""
+    return range(min(IDS[0], vocab_size - 1), min(IDS[1], vocab_size))
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -39,11 +38,9 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def random_prompts(count: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[PromptRequest]:
-    """``count`` prompts of ``input_len`` ids, uniform in [100, 150000) below the vocabulary."""
-    low, high = min(_IDS[0], vocab_size - 1), min(_IDS[1], vocab_size)
-    draw = random.Random(seed)
-    choices = range(low, high)
-    return [PromptRequest(tuple(draw.choices(choices, k=input_len)), greedy(output_len)) for _ in range(count)]
+    """``count`` prompts of ``input_len`` ids, uniform in ``id_range``: they need no tokenizer and no download."""
+    draw, ids, answer = random.Random(seed), id_range(vocab_size), greedy(output_len)
+    return [PromptRequest(tuple(draw.choices(ids, k=input_len)), answer) for _ in range(count)]
 
 
 def no_file(name: str, path: Path | None) -> str:
@@ -59,32 +56,6 @@ def check_file_is_read(name: str, path: Path | None, of_files: Sequence[str]) ->
             f"--dataset-path {path} is not read by --dataset-name {name}: leave it out, or type --dataset-name "
             f"{', '.join(of_files[:-1])} or {of_files[-1]}"
         )
-
-
-def dataset(session: Session) -> list[PromptRequest]:
-    """The prompts that the command line asks for. Raises UsageError, TokenizerError or BenchError."""
-    options, folder, seed = session.options, session.folder, session.config.seed
-    facts = ModelConfig.from_folder(folder)
-    longest = session.config.max_model_len or facts.max_length
-    check_file_is_read(options.dataset_name, options.dataset_path, OF_A_FILE)
-    if options.dataset_name == "random":
-        lengths = session.lengths
-        if lengths.total > longest:
-            raise UsageError(
-                f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
-                f"a request may have {longest}: lower one, or raise --max-model-len"
-            )
-        return random_prompts(options.num_prompts, lengths.prompt, lengths.output, facts.vocab_size, seed)
-    path = options.dataset_path
-    if path is None or not path.is_file():
-        raise UsageError(no_file(options.dataset_name, path))
-    tokenizer, chat = load_texts(folder)
-    if options.dataset_name == "jsonl":
-        model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
-        return jsonl_prompts(path, tokenizer, chat, options.num_prompts, options.output_len, model, seed)
-    if tokenizer is None:
-        raise UsageError(f"--dataset-name sharegpt needs a tokenizer, but {folder} has no tokenizer.json")
-    return sharegpt_prompts(path, tokenizer, options.num_prompts, options.output_len, longest, seed)
 
 
 def sharegpt_prompts(

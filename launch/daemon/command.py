@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.api.sampling_defaults import settled
 from launch.daemon.options import DaemonCommand, DaemonOptions
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
-from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from launch.ranks.rendezvous import Rendezvous
 from launch.ranks.signals import Interrupts
 from runtime.client_socket import listen
-from runtime.config import EngineConfig, require_real_texts
+from runtime.config import EngineConfig
 from runtime.daemon.server import DaemonEngine, Endpoint, SlotServer
 from runtime.daemon.session import Connection
 from runtime.frontend.tokenizer import Tokenizer
@@ -51,14 +51,9 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
     Raises UsageError, ConfigError, ModelConfigError, RendezvousError or TokenizerError before any work is done when it
     cannot be, and whatever the engine raises.
     """
-    rendezvous, options = discover(environ), command.daemon
-    given = command.engine
-    config = command.engine_config(check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous))
+    (rendezvous, config, defaults), options = settled(command, environ), command.options
     if not config.max_sessions:
         raise UsageError("--max-sessions 0: a daemon without sessions does nothing; type --max-sessions 64")
-    require_real_texts(config, "daemon")
-    defaults = sampling_defaults(Path(config.model), options.generation_config, {})
-    config = warmed_for(config, defaults)
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine, Interrupts() as interrupts:
             engine.follow()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launch.api.parser import LineId, RequestParser
-from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.api.sampling_defaults import settled
 from launch.errors import UsageError
 from launch.generate.input_file import count_lines, read_requests
 from launch.generate.loop import Arrival, BatchRun
@@ -25,9 +25,9 @@ from launch.generate.output_file import ResultsFile, ResultsWriteError
 from launch.generate.read_ahead import ReadAhead
 from launch.generate.summary import Progress
 from launch.ranks.process_group import joined
-from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from launch.ranks.rendezvous import Rendezvous
 from launch.ranks.signals import Interrupts
-from runtime.config import EngineConfig, require_real_texts
+from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_protocol import EngineProtocol
@@ -49,14 +49,7 @@ def run(command: Command, environ: Mapping[str, str], open_engine: OpenEngine) -
     Raises UsageError, ConfigError, ModelConfigError, RendezvousError, TokenizerError or ResultsFileError before any
     work is done when it cannot be, ResultsFileError later when the disk fails, and whatever the engine raises.
     """
-    rendezvous, options = discover(environ), command.generate
-    given = command.engine
-    tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
-    config = command.engine_config(tensor_parallel)
-    require_real_texts(config, "generate")
-    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
-    config = warmed_for(config, defaults)
+    (rendezvous, config, defaults), options = settled(command, environ), command.options
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             return _follow(engine)

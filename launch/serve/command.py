@@ -18,17 +18,17 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.api.sampling_defaults import settled
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
-from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
+from launch.ranks.rendezvous import Rendezvous
 from launch.ranks.signals import Interrupts
 from launch.serve.options import ServeCommand, ServeOptions
 from launch.serve.parsers.detect import calls_of, reasoning_of
 from launch.serve.parsers.table import CALLS
 from launch.serve.processes import ApiProcesses, listeners, not_listening
 from launch.serve.settings import ServerSettings
-from runtime.config import EngineConfig, require_real_texts
+from runtime.config import EngineConfig
 from runtime.frontend.api_links import ApiLink, Beats, ServedEngine
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_server import EngineServer
@@ -52,14 +52,7 @@ def run(command: ServeCommand, environ: Mapping[str, str], open_engine: OpenEngi
     Raises UsageError, ConfigError, ModelConfigError, RendezvousError or TokenizerError before any work is done when it
     cannot be, ApiProcessesFailed later, and whatever the engine raises.
     """
-    rendezvous, options = discover(environ), command.serve
-    given = command.engine
-    tensor_parallel = check_degrees(given.get("tensor_parallel"), given.get("data_parallel"), rendezvous)
-    config = command.engine_config(tensor_parallel)
-    require_real_texts(config, "serve")
-    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    defaults = sampling_defaults(Path(config.model), options.generation_config, named)
-    config = warmed_for(config, defaults)
+    (rendezvous, config, defaults), options = settled(command, environ), command.options
     if not rendezvous.topology.is_leader:
         with joined(rendezvous, config.device), open_engine(config, rendezvous) as engine:
             return _follow(engine)
@@ -135,46 +128,17 @@ def _beside(file: Path) -> Path:
 def settings_of(
     config: EngineConfig, options: ServeOptions, defaults: SamplingParams, environ: Mapping[str, str]
 ) -> ServerSettings:
-    """Everything that can be wrong with a command line is found here. Raises UsageError and TokenizerError."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'lockstride[serve]'")
-    model = Path(config.model)
-    if not model.is_dir():
-        raise UsageError(f"--model {model}: there is no such folder")
-    for flag, file in (
-        ("--chat-template", options.chat_template),
-        ("--ssl-certfile", options.ssl_certfile),
-        ("--ssl-keyfile", options.ssl_keyfile),
-    ):
-        if file is not None and not file.is_file():
-            raise UsageError(f"{flag} {file}: there is no such file")
-    tokenizer = Tokenizer.if_any(model)
-    if tokenizer is None:
-        log.warning("%s has no tokenizer.json: only token ids are understood, and answers have no text", model)
-    if options.chat_template is not None:
-        chat: ChatTemplate | None = ChatTemplate.from_file(options.chat_template, model)
-    else:
-        chat = ChatTemplate.from_folder(model)
-    calls, reasoning = _formats(options, chat, tokenizer)
+    """Raises UsageError and TokenizerError: everything that can be wrong with a command line is found here."""
+    calls, reasoning = _formats(options, *_texts_of(config, options))
     keys = _keys(options, environ)
     local = options.uds is None and _local(options)
-    if not keys and not options.insecure and options.uds is None and not local:
+    if not (keys or options.insecure or local) and options.uds is None:
         raise UsageError(
             f"--host {options.host} can be reached from other machines: set --api-key-file, or type --insecure to "
             "serve everybody"
         )
     _check_certificate(options)
-    if options.address_file is not None:
-        try:
-            options.address_file.parent.mkdir(parents=True, exist_ok=True)
-            if options.address_file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            _beside(options.address_file).touch()
-            _beside(options.address_file).unlink()
-            options.address_file.unlink(missing_ok=True)  # of a server that was killed
-        except OSError as error:
-            raise UsageError(f"--address-file {options.address_file} cannot be written: {error}") from error
+    _check_address_file(options.address_file)
     try:
         release = version("lockstride")
     except PackageNotFoundError:
@@ -207,6 +171,29 @@ def settings_of(
     )
 
 
+def _texts_of(config: EngineConfig, options: ServeOptions) -> tuple[ChatTemplate | None, Tokenizer | None]:
+    """The chat template and the tokenizer, once all that is read is there. Raises UsageError and TokenizerError."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'lockstride[serve]'")
+    model = Path(config.model)
+    if not model.is_dir():
+        raise UsageError(f"--model {model}: there is no such folder")
+    for flag, file in (
+        ("--chat-template", options.chat_template),
+        ("--ssl-certfile", options.ssl_certfile),
+        ("--ssl-keyfile", options.ssl_keyfile),
+    ):
+        if file is not None and not file.is_file():
+            raise UsageError(f"{flag} {file}: there is no such file")
+    tokenizer = Tokenizer.if_any(model)
+    if tokenizer is None:
+        log.warning("%s has no tokenizer.json: only token ids are understood, and answers have no text", model)
+    if options.chat_template is not None:
+        return ChatTemplate.from_file(options.chat_template, model), tokenizer
+    return ChatTemplate.from_folder(model), tokenizer
+
+
 def _formats(options: ServeOptions, chat: ChatTemplate | None, tokenizer: Tokenizer | None) -> tuple[str, str]:
     """Of tool calls and of reasoning in answers: those that were asked for, or found. Raises UsageError."""
     calls, reasoning = options.tool_call_parser, options.reasoning_parser
@@ -230,6 +217,21 @@ def _formats(options: ServeOptions, chat: ChatTemplate | None, tokenizer: Tokeni
             f"--tool-call-parser with one of {', '.join(CALLS)}"
         )
     return calls, reasoning
+
+
+def _check_address_file(file: Path | None) -> None:
+    """Whether it can be written, once the model is loaded. Raises UsageError."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _beside(file).touch()
+        _beside(file).unlink()
+        file.unlink(missing_ok=True)  # of a server that was killed
+    except OSError as error:
+        raise UsageError(f"--address-file {file} cannot be written: {error}") from error
 
 
 def _check_certificate(options: ServeOptions) -> None:

@@ -6,6 +6,7 @@ An estimate serves plans and time limits. It is no measurement, and may be off b
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, BenchOptions
+from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, LatencyOptions, ThroughputOptions
 from launch.bench.serve_options import ServeOptions
 from launch.sweep.point import Point, Setting
 
@@ -62,7 +63,7 @@ def runs_of(point: Point) -> tuple[int, int]:
     if point.bench == "serve":
         measured = _number(point, "num-iters", ServeOptions().num_iters) * len(batches_of(point))
         return measured, measured
-    default = BenchOptions()
+    default = LatencyOptions()
     measured = _number(point, "num-iters", default.num_iters) * len(batches_of(point))
     return measured, measured + _number(point, "num-warmups", default.num_warmups) * len(batches_of(point))
 
@@ -78,7 +79,7 @@ def batches_of(point: Point) -> list[int]:
         return [_number(point, "concurrency", _number(point, "max-num-seqs", 256))]
     given = point.settings.get("batch")
     if given is None:
-        return list(BenchOptions().batch_size)
+        return list(LatencyOptions().batch_size)
     return [int(part) for part in str(given).split(",")]
 
 
@@ -89,10 +90,10 @@ def _alike(point: Point, other: Point) -> bool:
 
 def _work_seconds(point: Point) -> float | None:
     """Start, and every run of every batch: prefill of its prompts, then a step a token."""
-    machine = CPU if point.settings.get("device") == "cpu" else GPU
-    shape = _shape(point.settings.get("model"), machine)
+    shape = _shape(point.settings.get("model"))
     if shape is None:
         return None
+    machine = CPU if point.settings.get("device") == "cpu" else GPU
     _, runs = runs_of(point)
     batches = batches_of(point)
     weights = (shape.dense / point.tp + shape.expert * shape.experts / point.ranks) * machine.value_bytes
@@ -108,7 +109,7 @@ def _run_seconds(point: Point, shape: Shape, machine: Machine, batch: int) -> fl
     fixed = point.bench == "latency"
     prompt = _number(point, "input-len", 512 if fixed else 1024)
     answer = _number(point, "output-len", 257 if fixed else 128)
-    requests = batch if fixed else _number(point, "num-prompts", BenchOptions().num_prompts)
+    requests = batch if fixed else _number(point, "num-prompts", ThroughputOptions().num_prompts)
     if point.bench == "serve":
         prompt, answer, requests = _load_of(point, batch)
     floor = decode_floor(
@@ -148,16 +149,12 @@ def _slowest_rate(point: Point) -> float:
     return min((float(part) for part in str(point.settings.get("request-rate", "inf")).split(",")), default=math.inf)
 
 
-def _shape(model: Setting | None, machine: Machine) -> Shape | None:
-    import torch
-
+def _shape(model: Setting | None) -> Shape | None:
     from launch.bench.roofline import Shape
-
-    kv_dtype = torch.float32 if machine is CPU else torch.bfloat16
 
     for folder in (Path(str(model)), SHAPES / str(model)):
         try:
-            return Shape.from_folder(folder, kv_dtype)
+            return Shape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

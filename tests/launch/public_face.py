@@ -35,16 +35,22 @@ from launch.api.body_rules import Prompt
 from launch.api.parser import BadLine, Form, PreparedRequest
 from launch.api.response import answer_row, error_row
 from launch.api.schema import ChatBody, CompletionBody, SimpleLine
-from launch.bench.latency import FixedBatchRun, run_figures
-from launch.bench.load.figures import detail_lists, engine_figures, load_figures, peaks, run_header
-from launch.bench.load.figures import request_rows as load_request_rows
+from launch.bench.batches import BatchRun
+from launch.bench.latency import run_figures
+from launch.bench.load.figures import (
+    batch_figures,
+    detail_lists,
+    engine_figures,
+    load_figures,
+    peaks,
+    request_rows,
+    run_header,
+)
 from launch.bench.load.journal import Journal, Sample, Served
 from launch.bench.load.timeline import timeline
 from launch.bench.point import Point, ServePoint
-from launch.bench.results import request_rows, vllm_figures
 from launch.bench.session import DeviceWindow
 from launch.bench.speculation import Rounds
-from launch.bench.trace import RequestTimes, RunTrace
 from launch.cli import build_parser
 from launch.engine_options import add_engine_options
 from launch.generate.summary import Summary
@@ -58,12 +64,10 @@ from parallel.comm.call_log import CallRun, Calls
 from parallel.control.errors import Cause, Verdict
 from parallel.control.wire.frames import Heartbeat
 from parallel.layers.experts import ExpertSplit
-from runtime.frontend.client import PromptRequest
 from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
 from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
 from runtime.observe.step_record import AGREEMENT_BOUNDS, StepRecord
 from runtime.observe.trace import Part, write_trace
-from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason, SamplingParams
 from runtime.watchdog.blame import Sign
 from runtime.watchdog.crash_report import Evidence, write_bundle, write_summary
@@ -112,7 +116,7 @@ def _row(names: list[str]) -> str:
 def _flags() -> Iterator[tuple[str, list[str]]]:
     """Of each command: spellings of one flag joined by a blank, then its words, where only some are taken."""
     bare = argparse.ArgumentParser(add_help=False)
-    add_engine_options(bare.add_argument_group())
+    add_engine_options(bare)
     engine = _own_flags(bare)
     yield ENGINE, sorted(engine)
     for name, parser in _commands("", build_parser()):
@@ -225,20 +229,17 @@ def _metrics() -> set[str]:
 
 
 def _bench_files() -> Iterator[tuple[str, set[str]]]:
-    asked = PromptRequest((1, 2), SamplingParams(max_tokens=2))
-    ended = {0: Finished(0, FinishReason.LENGTH, (5, 6))}
-    trace = RunTrace(0.0, 3.0, [], {0: RequestTimes(asked, 0.0, [(1.0, 1), (2.0, 1)])}, ended)
-    rounds = Rounds("mtp", 1, 1, 1, 1, (1,), (1,), {"a reason": 1}, {"1": 1})
-    run = FixedBatchRun(1.0, 1.0, None, 1.0, None, trace, rounds, 1.0)
-    figures = names_in(vllm_figures(trace, "m", 1) | run_figures(run)) - {"device"}
-    yield "bench latency *.b<batch>-run<i>.json", figures | _under("device", DeviceWindow)
-    yield "bench latency *.requests.jsonl", {"run", *names_in(request_rows(trace)[0])}
     journal = _journal()
+    rounds = Rounds("mtp", 1, 1, 1, 1, (1,), (1,), {"a reason": 1}, {"1": 1})
+    run = BatchRun(journal, 1.0, 1.0, None, None, rounds, 1.0)
+    figures = names_in(batch_figures(journal, "m", 1) | run_figures(run)) - {"device"}
+    yield "bench latency *.b<batch>-run<i>.json", figures | _under("device", DeviceWindow)
+    yield "bench latency *.requests.jsonl", {"run", *names_in(request_rows(journal)[0])}
     parts = (run_header("m", 1, 1.0, 1.0, 1), load_figures(journal, {}), peaks(journal), rounds.figures())
     counted = {"engine": engine_figures(journal)}
     yield "bench serve *-run<i>.json, figures", {name for part in (*parts, counted) for name in names_in(part)}
     yield "bench serve --save-detailed, added", names_in(detail_lists(journal))
-    yield "bench serve *.requests.jsonl", names_in(load_request_rows(journal)[0])
+    yield "bench serve *.requests.jsonl", names_in(request_rows(journal)[0])
     yield "bench serve *.timeline.jsonl", names_in(timeline(journal)[0])
 
 
@@ -247,7 +248,7 @@ def _journal() -> Journal:
     counts = dict.fromkeys(("prefill_steps", "decode_steps", "mixed_steps", "chained_steps"), 0)
     counts |= {"prefix_hit_tokens": 0, "prefix_query_tokens": 0}
     samples = (Sample(0.0, 0, counts), Sample(2.0, 2, {name: count + 1 for name, count in counts.items()}))
-    return Journal(0.0, 2.0, [request], samples, {}, {"chain_breaks{a reason}": 1})
+    return Journal(0.0, 2.0, [request], samples, {}, {"chain_breaks{a reason}": 1, "steps": 1})
 
 
 def _timeline() -> Iterator[tuple[str, set[str]]]:

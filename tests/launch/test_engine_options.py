@@ -128,7 +128,7 @@ def test_given_options_reach_the_config() -> None:
 
 
 def test_generate_options() -> None:
-    options = parsed(Command, [*NEEDED, "--overwrite", "--show", "3", "--temperature", "0"]).generate
+    options = parsed(Command, [*NEEDED, "--overwrite", "--show", "3", "--temperature", "0"]).options
     assert (options.input, options.output, options.overwrite, options.show) == (Path("i"), Path("o"), True, 3)
     assert (options.temperature, options.top_p, options.max_tokens, options.drain_seconds) == (0.0, None, None, 20.0)
 

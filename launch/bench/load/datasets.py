@@ -16,8 +16,18 @@ from pathlib import Path
 
 from launch.bench.load.arrivals import burst_offsets
 from launch.bench.load.trace_file import read_trace
+from launch.bench.options import ThroughputOptions
 from launch.bench.serve_options import OF_A_FILE, ServeOptions
-from launch.bench.workload import check_file_is_read, greedy, jsonl_prompts, no_file, sharegpt_prompts
+from launch.bench.workload import (
+    IDS,
+    check_file_is_read,
+    greedy,
+    id_range,
+    jsonl_prompts,
+    no_file,
+    random_prompts,
+    sharegpt_prompts,
+)
 from launch.errors import UsageError
 from launch.generate.command import load_texts
 from runtime.frontend.client import PromptRequest
@@ -25,7 +35,6 @@ from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
 
-IDS = (100, 150_000)  # token ids lie in [100, 150000), folded below the vocabulary where that ends earlier
 MIXED_LONGEST = (2000, 1000)  # tokens of a prompt and of an answer
 LONG_LONGEST = 100_000
 _GOLDEN = 0.381966  # of the ids: how far those of one turn lie from those of the next
@@ -83,6 +92,20 @@ def load_set(
     return replace(found, requests=sampled)
 
 
+def batch_set(options: ThroughputOptions, model: ModelFacts, folder: Path, seed: int) -> LoadSet:
+    """The requests of `bench throughput`. Raises UsageError, TokenizerError or BenchError."""
+    check_file_is_read(options.dataset_name, options.dataset_path, ("sharegpt", "jsonl"))
+    ids, lengths, longest = id_range(model.vocab_size), options.lengths, model.max_model_len
+    if lengths is None:
+        return _of_a_file(options, options.num_prompts, model, folder, seed, ids)
+    if lengths.total > longest:
+        raise UsageError(
+            f"--input-len {lengths.prompt} and --output-len {lengths.output} make {lengths.total} tokens, but "
+            f"a request may have {longest}: lower one, or raise --max-model-len"
+        )
+    return LoadSet(random_prompts(options.num_prompts, lengths.prompt, lengths.output, model.vocab_size, seed), ids)
+
+
 def _to_shorten(options: ServeOptions, longest: int) -> str:
     name = options.dataset_name
     if name in OF_A_FILE:
@@ -115,7 +138,9 @@ def _drawn(options: ServeOptions, count: int, model: ModelFacts, folder: Path, s
     return _of_a_file(options, count, model, folder, seed, ids)
 
 
-def _of_a_file(options: ServeOptions, count: int, model: ModelFacts, folder: Path, seed: int, ids: range) -> LoadSet:
+def _of_a_file(
+    options: ServeOptions | ThroughputOptions, count: int, model: ModelFacts, folder: Path, seed: int, ids: range
+) -> LoadSet:
     path, name = options.dataset_path, options.dataset_name
     if path is None or not path.is_file():
         raise UsageError(no_file(name, path))
@@ -147,11 +172,6 @@ def _sampled(request: PromptRequest, options: ServeOptions, vocab_size: int) -> 
         seed=None,
     )
     return replace(request, sampling=checked_sampling(sampling, vocab_size))
-
-
-def id_range(vocab_size: int) -> range:
-    """The token ids that are drawn from."""
-    return range(min(IDS[0], vocab_size - 1), min(IDS[1], vocab_size))
 
 
 def mixed_requests(

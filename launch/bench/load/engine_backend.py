@@ -13,12 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from launch.bench.load.journal import Counts, Journal, Sample, Served
-from launch.bench.trace import BenchError
+from launch.bench.load.generator import generate_load
+from launch.bench.load.journal import Counts, DecodeStep, Journal, Sample, Served
+from launch.errors import BenchError
 from runtime.engine import Engine
 from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.outputs import RequestOutput
 from runtime.schedule.counters import ScheduleCounters
+from runtime.schedule.plan import StepOutput
 
 SAMPLE_SECONDS = 0.1
 _NOW = ("fenced_blocks",)  # of a moment: a difference of two says nothing
@@ -34,7 +36,7 @@ class EngineBackend:
         self._prepared = [self._client.prepare(replace(one, key=None)) for one in requests]
         self._wanted = [one.sampling.max_tokens if one.sampling.ignore_eos else None for one in requests]
         self._numbers: dict[int, int] = {}  # by request id
-        self._landed: list[tuple[float, Sequence[int], Sequence[int]]] = []
+        self._landed: list[tuple[float, StepOutput]] = []
         self._outputs: list[tuple[float, RequestOutput]] = []
         self._samples: list[Sample] = []
         self._next_sample = 0.0
@@ -61,7 +63,7 @@ class EngineBackend:
         turn = client.turn()
         at, step = turn.at, turn.step
         if step.request_ids:
-            self._landed.append((at, step.request_ids, step.counts))
+            self._landed.append((at, step))
         if at >= self._next_sample:
             self._sample(at)
         if not turn.finished:
@@ -84,13 +86,16 @@ class EngineBackend:
     def journal(self, started: float, ended: float, requests: Sequence[Served]) -> Journal:
         self._sample(ended)
         self._client.drain()  # ghosts of the last requests: no part of the run
-        numbers = self._numbers
-        for at, request_ids, counts in self._landed:
-            for request_id, count in zip(request_ids, counts, strict=True):
-                if request_id >= 0 and count:
-                    one = requests[numbers[request_id]]
-                    one.moments.append(at)
-                    one.counts.append(count)
+        numbers, decode_steps = self._numbers, list[DecodeStep]()
+        for at, step in self._landed:
+            rows = [
+                (requests[numbers[i]], n) for i, n in zip(step.request_ids, step.counts, strict=True) if i >= 0 and n
+            ]
+            if any(one.moments for one, _ in rows):
+                decode_steps.append(DecodeStep(step.step, at, len(rows), sum(count for _, count in rows)))
+            for one, count in rows:
+                one.moments.append(at)
+                one.counts.append(count)
         self._landed = []
         for at, output in self._outputs:
             number, (completion,) = self._number(output), output.completions
@@ -101,7 +106,23 @@ class EngineBackend:
                 of = "" if wanted is None else f" of {wanted}"
                 detail = f": {completion.detail}" if completion.detail else ""
                 one.error = f"ended by {one.reason} after {found}{of} tokens{detail}"
-        return Journal(started, ended, requests, self._samples, self._before, dict(self._engine.counters))
+        after = dict(self._engine.counters)
+        return Journal(started, ended, requests, self._samples, self._before, after, decode_steps)
+
+
+def run_batch(
+    engine: Engine, requests: Sequence[PromptRequest], *, most: int | None = None, max_tokens: int | None = None
+) -> Journal:
+    """``requests``, of one answer each, all due at once, to their ends (leader). ``most``: unanswered at a time.
+    ``max_tokens``: of every answer, instead of the requests' own. Raises BenchError unless every request ends by
+    itself."""
+    if max_tokens is not None:
+        requests = [replace(one, sampling=replace(one.sampling, max_tokens=max_tokens)) for one in requests]
+    lengths = [len(one.prompt) for one in requests]
+    backend = EngineBackend(engine, requests)
+    journal = generate_load(backend, lengths, [0.0] * len(requests), most, ahead=True)
+    journal.require_complete()
+    return journal
 
 
 def _waited(seconds: float, until: float) -> bool:

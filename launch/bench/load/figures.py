@@ -18,10 +18,10 @@ import numpy as np
 
 from launch.bench.load.journal import Journal, Served
 from launch.bench.load.steady import Window, counted
-from launch.bench.results import spread
 
 STEP_KINDS = ("prefill_steps", "decode_steps", "mixed_steps")
 METRICS = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (50, 90, 95, 99)
 
 
 def load_figures(journal: Journal, slos: Mapping[str, float], window: Window | None = None) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def load_figures(journal: Journal, slos: Mapping[str, float], window: Window | N
     seconds = journal.seconds if window is None else window.seconds
     ended = [one for one in journal.good if window is None or window.holds(one.ended)]
     prompt_tokens = sum(one.prompt_tokens for one in ended)
-    output_tokens = sum(count for _, count in _portions(journal.good, window))
+    output_tokens = sum(count for _, count in portions(journal.good, window))
     good = sum(is_good(one, slos) for one in ended)
     gaps = [
         gap
@@ -56,7 +56,33 @@ def load_figures(journal: Journal, slos: Mapping[str, float], window: Window | N
     return figures
 
 
-def _portions(requests: Iterable[Served], window: Window | None) -> Iterable[tuple[float, int]]:
+def spread(name: str, seconds: list[float]) -> dict[str, Any]:
+    """mean, median, std and percentiles, the latter both as vLLM's files and as its metrics object have them.
+
+    None of each where there are no values.
+    """
+    if not seconds:
+        words = ("mean", "median", "std", "percentiles", *(f"p{percent}" for percent in PERCENTILES))
+        return {f"{word}_{name}_ms": None for word in words}
+    values = np.asarray(seconds) * 1e3
+    percentiles = {percent: float(np.percentile(values, percent)) for percent in PERCENTILES}
+    return {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+        f"percentiles_{name}_ms": list(percentiles.items()),
+        **{f"p{percent}_{name}_ms": value for percent, value in percentiles.items()},
+    }
+
+
+def batch_figures(journal: Journal, model_id: str, most: int | None) -> dict[str, Any]:
+    """Of a run of requests that were all due at once, of which ``most`` ran together."""
+    figures = run_header(model_id, len(journal.requests), math.inf, 1.0, most) | load_figures(journal, {})
+    return figures | {"total_input": figures["total_input_tokens"], "total_output": figures["total_output_tokens"]}
+
+
+def portions(requests: Iterable[Served], window: Window | None) -> Iterable[tuple[float, int]]:
+    """(when, tokens) of each, in ``window`` if there is one."""
     for one in requests:
         for moment, count in zip(one.moments, one.counts, strict=True):
             if window is None or window.holds(moment):

@@ -53,15 +53,21 @@ def generate_load(
     concurrency: int | None = None,
     on_end: Callable[[int], None] = lambda ended: None,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    ahead: bool = False,
 ) -> Journal:
     """Run a load to its end. Request i has ``prompt_tokens[i]`` tokens and is due ``offsets[i]`` seconds after the
-    start; offsets ascend. ``concurrency``: most requests unanswered at a time. ``on_end`` is told how many have ended
-    each time that some have. Raises what the backend raises."""
+    start; offsets ascend. ``concurrency``: most requests unanswered at a time. ``on_end`` is called with how many have
+    ended each time that some have. ``ahead``: those that may run at once are sent before the clock starts, so that the
+    first step has as many of them as it can. Raises what the backend raises."""
     count, most = len(offsets), concurrency or len(offsets)
-    requests: list[Served] = []
-    ended = 0
+    first = min(count, most) if ahead else 0
+    for number in range(first):
+        backend.send(number)
     backend.begin()
     started = free_since = latest = clock()
+    requests = [Served(tokens, started, started, started) for tokens in prompt_tokens[:first]]
+    ended = 0
     while ended < count:
         now = clock()
         pause = now + SEND_SECONDS

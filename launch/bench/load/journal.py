@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from launch.errors import BenchError
+
 Counts = Mapping[str, int | float]
 
 
@@ -61,6 +63,16 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A decode step that landed: its number, when, how many requests gained a token in it, and how many tokens."""
+
+    step: int
+    at: float
+    rows: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Counters of the engine at a moment of a run; each only grows. ``step``: the latest step that had landed."""
 
@@ -74,7 +86,8 @@ class Journal:
     """A run, from the moment before the first request was sent until the last had ended.
 
     ``samples``: about every 0.1 s, the first at the start and the last at the end; none of a server behind a socket.
-    ``before``, ``after``: everything that the engine counts, around the run.
+    ``before``, ``after``: everything that the engine counts, around the run. ``decode_steps``: those in which a request
+    with a token gained another.
     """
 
     started: float
@@ -83,6 +96,7 @@ class Journal:
     samples: Sequence[Sample] = ()
     before: Counts = field(default_factory=dict)
     after: Counts = field(default_factory=dict)
+    decode_steps: Sequence[DecodeStep] = ()
 
     @property
     def seconds(self) -> float:
@@ -92,3 +106,18 @@ class Journal:
     def good(self) -> list[Served]:
         """Those that did not fail."""
         return [one for one in self.requests if not one.failed]
+
+    @property
+    def chained(self) -> float:
+        """Share of the engine's steps that were planned while an earlier one was in flight."""
+        return self.grown("chained_steps") / self.grown("steps")
+
+    def grown(self, counter: str) -> float:
+        """How much the engine counted in the run."""
+        return self.after.get(counter, 0) - self.before.get(counter, 0)
+
+    def require_complete(self) -> None:
+        """Raises BenchError unless every request ended by itself; with eos ignored, at its full length."""
+        for number, one in enumerate(self.requests):
+            if one.error:
+                raise BenchError(f"request {number} {one.error}")

@@ -15,8 +15,6 @@ from launch.bench.load.datasets import LoadSet, load_set
 from launch.bench.serve_options import ServeOptions
 from launch.bench.session import Session
 from launch.errors import UsageError
-from models.config import ModelConfig
-from runtime.engine import ServedModel
 from runtime.frontend.client import PromptRequest
 
 
@@ -49,9 +47,7 @@ def loads_of(session: Session, options: ServeOptions, *, cached: bool) -> list[L
     """Every point that the command line asks for. ``cached``: prompts of a run stay in a prefix cache that the next one
     finds. Raises UsageError, also for points that cannot be measured one after the other, TokenizerError, BenchError.
     """
-    facts = ModelConfig.from_folder(session.folder)
-    longest = session.config.max_model_len or facts.max_length
-    model = ServedModel(facts.vocab_size, longest, facts.eos_token_ids)
+    model = session.served_model
     seed, found, sets = session.config.seed, list[Load](), dict[tuple[int, float], LoadSet]()
     for number, (rate, concurrency) in enumerate(options.points):
         count = options.requests_of(concurrency)
@@ -72,12 +68,18 @@ def loads_of(session: Session, options: ServeOptions, *, cached: bool) -> list[L
             offsets = stretched(offsets, count / rate)
         found.append(Load(_label(rate, concurrency), rate, concurrency, requests, offsets, number * options.num_iters))
     runs = len(found) * options.num_iters
-    if runs > 1 and cached and not found[0].dataset.drawn:
-        raise UsageError(
-            f"--dataset-name {options.dataset_name} has prompts of its own, so the prefix cache would have those of "
-            f"the {runs} runs from the second on: type --no-prefix-caching, or measure one point a command"
-        )
+    if cached:
+        refuse_cached(options.dataset_name, found[0].dataset, runs, "measure one point a command")
     return found
+
+
+def refuse_cached(name: str, dataset: LoadSet, runs: int, otherwise: str) -> None:
+    """Raises UsageError where a run would find the prompts of an earlier one in the prefix cache."""
+    if runs > 1 and not dataset.drawn:
+        raise UsageError(
+            f"--dataset-name {name} has prompts of its own, so the prefix cache would have those of the {runs} runs "
+            f"from the second on: type --no-prefix-caching, or {otherwise}"
+        )
 
 
 def _label(rate: float, concurrency: int | None) -> str:

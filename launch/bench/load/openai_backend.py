@@ -27,8 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from launch.bench.load.journal import Journal, Served
-from launch.bench.trace import BenchError
-from launch.errors import UsageError
+from launch.errors import BenchError, UsageError
 from runtime.frontend.client import PromptRequest
 
 log = logging.getLogger("lockstride")

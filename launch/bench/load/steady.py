@@ -1,6 +1,6 @@
 """The steady part of a run: when it begins, when it ends, and what is known of it.
 
-Knows: ramp and drain. Does not know: which figures are made of it (figures.py).
+Knows: ramp and drain, full batches. Does not know: which figures are made of it (figures.py).
 
     closed loop, all at once    from when as many requests as run at once have ended, until no more than those are left
     a rate                      from when a tenth of the requests has ended, until the last one begins
@@ -12,10 +12,10 @@ begun at another time, so that prompts and answers of all ages run together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.bench.load.journal import Journal, Sample
+from launch.bench.load.journal import DecodeStep, Journal, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,14 @@ def steps_of(journal: Journal, window: Window | None = None) -> range:
 def _at(journal: Journal, moment: float) -> Sample:
     """The first sample from ``moment`` on, or the last one there is."""
     return next((sample for sample in journal.samples if sample.at >= moment), journal.samples[-1])
+
+
+def why_not_full(steps: Sequence[DecodeStep], rows: int, count: int) -> str | None:
+    """Why ``steps`` are no window of ``count`` decode steps in which all ``rows`` requests took part; None if so."""
+    short = [decode for decode in steps if decode.rows != rows]
+    if short:
+        return (
+            f"the batch was not full: {len(short)} of {len(steps)} decode steps ran other than {rows} "
+            f"rows, step {short[0].step} for one ran {short[0].rows}"
+        )
+    return None if len(steps) == count else f"the batch took {len(steps)} decode steps, not {count}"

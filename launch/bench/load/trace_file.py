@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from launch.api.parser import BadLine, RequestParser
-from launch.bench.trace import BenchError
 from launch.bench.workload import greedy
+from launch.errors import BenchError
 from launch.generate.input_file import read_lines
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import PromptRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from launch.bench import command as bench
-from launch.bench.environment import engine_facts, process_age
+from launch.bench.environment import process_age
 from launch.bench.latency import _why_noise
+from launch.bench.load.engine_backend import run_batch
+from launch.bench.load.journal import Journal
 from launch.bench.options import BenchCommand
 from launch.bench.point import Point
 from launch.errors import UsageError
 from launch.ranks.start_engine import open_engine
-from runtime.engine import Engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import TINY, tiny_folder
 from tests.runtime.engine.test_experts import EXPERTS
@@ -138,17 +139,17 @@ def test_throughput_over_random_prompts(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_no_run_of_throughput_finds_the_prompts_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[Mapping[str, int | float]] = []
+    runs: list[Journal] = []
 
-    def counters(engine: Engine) -> dict[str, Any]:
-        counted.append(dict(engine.counters))
-        return engine_facts(engine)
+    def counted(*given: Any, **named: Any) -> Journal:
+        runs.append(run_batch(*given, **named))
+        return runs[-1]
 
-    monkeypatch.setattr("launch.bench.throughput.engine_facts", counters)
+    monkeypatch.setattr("launch.bench.batches.run_batch", counted)
     assert measure(tmp_path, f"throughput {SMALL} --num-prompts 12 --max-concurrency 3 --num-warmups 2") == 0
-    (found,) = counted
-    assert found["prefix_query_tokens"] == 4 * 12 * 20
-    assert found["prefix_hit_tokens"] == 0
+    assert len(runs) == 4
+    assert runs[-1].after["prefix_query_tokens"] == 4 * 12 * 20
+    assert runs[-1].after["prefix_hit_tokens"] == 0
 
 
 def test_runs_of_throughput_over_one_file_are_refused_with_a_prefix_cache(tmp_path: Path) -> None:

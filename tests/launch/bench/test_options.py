@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from launch.bench.options import BenchCommand, BenchOptions
+from launch.bench.options import BenchCommand, LatencyOptions, ThroughputOptions
 from launch.bench.session import SHAPES, model_folder, open_session
 from launch.cli import build_parser, parse
 from launch.errors import UsageError
@@ -57,7 +57,7 @@ def test_every_option_says_its_default_and_its_unit(name: str) -> None:
 def test_options_left_out_have_their_defaults() -> None:
     command = parsed("latency --model m")
     assert (command.name, command.subcommand, command.engine) == ("bench", "latency", {"model": "m"})
-    assert command.options == BenchOptions()
+    assert command.options == LatencyOptions()
 
 
 def test_vllm_s_flags_are_read() -> None:
@@ -65,7 +65,7 @@ def test_vllm_s_flags_are_read() -> None:
     line += " --dataset-name jsonl --dataset-path f.jsonl --num-iters 2 --num-warmups 0 --roofline --flop-per-s 1e12"
     command = parsed(line)
     assert command.engine == {"model": "m", "tensor_parallel": 1, "seed": 5}
-    assert command.options == BenchOptions(
+    assert command.options == ThroughputOptions(
         input_len=7,
         output_len=9,
         num_prompts=11,
@@ -77,10 +77,10 @@ def test_vllm_s_flags_are_read() -> None:
         roofline=True,
         flop_per_s=1e12,
     )
-    assert parsed("latency --model m --batch-size 1,8 --num-iters-warmup 4").options == BenchOptions(
+    assert parsed("latency --model m --batch-size 1,8 --num-iters-warmup 4").options == LatencyOptions(
         batch_size=(1, 8), num_warmups=4
     )
-    assert parsed("latency --model m --profile").options == BenchOptions(profile=True)
+    assert parsed("latency --model m --profile").options == LatencyOptions(profile=True)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from launch.bench.load.engine_backend import run_batch
+from launch.bench.load.journal import DecodeStep
 from launch.bench.speculation import full_steps, rounds_between
-from launch.bench.trace import DecodeStep, check_complete, run_requests
 from launch.bench.workload import random_prompts
 from runtime.config import EngineConfig
-from runtime.frontend.client import EngineClient
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
@@ -25,10 +25,8 @@ def test_scripted_rounds_gain_what_the_script_says() -> None:
     config = EngineConfig(model="tiny", device="cpu", speculative_config=KEYS)
     proposer = proposer_for(speculative_config(KEYS))
     with rig(rows=4, proposer=proposer, speculation=Speculation(4)) as engine:
-        before = engine.counters
-        trace = run_requests(EngineClient(engine, text=False), prompts)
-        rounds = rounds_between(config, before, engine.counters)
-    check_complete(trace)
+        journal = run_batch(engine, prompts)
+    rounds = rounds_between(config, journal.before, journal.after)
     assert rounds is not None
     assert rounds.label == "synthetic"
     assert rounds.accepted_length == pytest.approx(2.5, abs=0.25)
@@ -43,11 +41,11 @@ def test_scripted_rounds_gain_what_the_script_says() -> None:
     assert recall[1] == pytest.approx(second / first, abs=0.03)
     assert recall[2] == 0
     assert "recall@1 1.00 " in rounds.text()
-    full = full_steps(trace.decode_steps, 4)
+    full = full_steps(journal.decode_steps, 4)
     assert full.refused is None
     assert full.tokens == pytest.approx(2.5, abs=0.4)
     assert full.step_s > 0
-    assert sum(step.tokens for step in trace.decode_steps) == 4 * 59
+    assert sum(step.tokens for step in journal.decode_steps) == 4 * 59
 
 
 def test_a_full_batch_is_all_that_counts() -> None:

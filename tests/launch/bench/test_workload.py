@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.trace import BenchError
 from launch.bench.workload import jsonl_prompts, random_prompts, sharegpt_prompts
+from launch.errors import BenchError
 from runtime.engine import ServedModel
 from runtime.frontend.client import PromptRequest
 from runtime.frontend.validation import stop_ids_of

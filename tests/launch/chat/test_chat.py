@@ -24,7 +24,7 @@ from tests.runtime.daemon.test_server import IDS, PATIENCE_S, alone, served
 
 def test_ctrl_c_ends_an_answer_with_its_quantum(tmp_path: Path) -> None:
     path = tmp_path / "slots.sock"
-    command = ChatCommand("chat", path, 40, 4, None, None, plain=True)
+    command = ChatCommand(path, 40, 4, None, None, plain=True)
     screen = io.StringIO()
     shown: list[int] = []
     with served(path), SlotClient(path, timeout=PATIENCE_S) as client:
@@ -47,7 +47,7 @@ def test_the_template_is_that_of_the_daemon_s_folder(tmp_path: Path) -> None:
     model.mkdir()
     (model / "chat_template.jinja").write_text("{{ messages }}")
     engine.config = replace(engine.config, model=os.path.relpath(model))
-    command = ChatCommand("chat", path, 40, 4, None, None, plain=False)
+    command = ChatCommand(path, 40, 4, None, None, plain=False)
     screen = io.StringIO()
     with served(path, engine):
         assert run(command, io.StringIO("/quit\n"), screen) == 0
@@ -60,7 +60,7 @@ def test_the_template_is_that_of_the_daemon_s_folder(tmp_path: Path) -> None:
 
 def test_the_command_line() -> None:
     command = parse(["chat", "--connect", "x.sock", "--temperature", "0", "--plain"])
-    assert command == ChatCommand("chat", Path("x.sock"), 256, 32, 0.0, None, plain=True)
+    assert command == ChatCommand(Path("x.sock"), 256, 32, 0.0, None, plain=True)
 
 
 @pytest.mark.parametrize("template", [None, ChatTemplate("<s>{{ messages[0].content }}")])
@@ -74,7 +74,7 @@ def test_a_template_writes_all_special_tokens_itself(template: ChatTemplate | No
             raise SlotError("enough")
 
     client = Client()
-    command = ChatCommand("chat", Path("x"), 4, 4, None, None, plain=template is None)
+    command = ChatCommand(Path("x"), 4, 4, None, None, plain=template is None)
     _Conversation(client, command, template, io.StringIO()).hold(iter(["hi"]))
     adds = client.asked.get("add_special_tokens", True)
     assert (client.asked["prompt"], adds) == (("hi", True) if template is None else ("<s>hi", False))

@@ -62,7 +62,7 @@ def ranks(launcher: int, path: Path) -> tuple[int, int]:
 
 
 def talk(path: Path, screen: io.StringIO, *lines: str) -> str:
-    command = ChatCommand("chat", path, max_tokens=12, quantum=5, temperature=0.0, seed=1, plain=True)
+    command = ChatCommand(path, max_tokens=12, quantum=5, temperature=0.0, seed=1, plain=True)
     assert chat(command, io.StringIO("\n".join(lines) + "\n"), screen) == 0
     return screen.getvalue()
 
@@ -193,6 +193,6 @@ def test_a_wrong_command_line_is_found_before_any_work(words: list[str], message
 
 
 def test_chat_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
-    command = ChatCommand("chat", tmp_path / "none.sock", 1, 1, None, None, plain=True)
+    command = ChatCommand(tmp_path / "none.sock", 1, 1, None, None, plain=True)
     with pytest.raises(UsageError, match="start one: python -m launch daemon --socket"):
         chat(command)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launch.__main__ import run_sweep
-from launch.bench.options import BenchCommand
+from launch.bench.options import BenchCommand, LatencyOptions
+from launch.bench.serve_options import ServeOptions
 from launch.cli import build_parser, parse
 from launch.sweep.grid import MOST_POINTS, grid_of, read_grid
 from launch.sweep.options import SweepCommand
@@ -155,7 +156,9 @@ def test_models_are_named_by_as_much_of_their_paths_as_tells_them_apart() -> Non
 
 def test_several_batches_in_one_process() -> None:
     (point,) = grid_of({"options": {"model": "m", "batch": "1,8"}}, "g").points
-    assert parsed(BenchCommand, point.flags("r")).options.batch_size == (1, 8)
+    options = parsed(BenchCommand, point.flags("r")).options
+    assert isinstance(options, LatencyOptions)
+    assert options.batch_size == (1, 8)
 
 
 def test_loads_are_points_too() -> None:
@@ -170,10 +173,10 @@ def test_loads_are_points_too() -> None:
         *("concurrency16 request-rate=inf", "concurrency16 request-rate4"),
         *("concurrency=64,256 request-rate=inf", "concurrency=64,256 request-rate4"),
     ]
-    serve = parsed(BenchCommand, points[-1].flags("r")).options.serve
-    assert serve is not None
+    serve = parsed(BenchCommand, points[-1].flags("r")).options
+    assert isinstance(serve, ServeOptions)
     assert (serve.max_concurrency, serve.request_rate) == ((64, 256), (4.0,))
-    assert serve.goodput == (("ttft", 200.0), ("tpot", 20.0))
+    assert serve.goals == {"ttft": 200.0, "tpot": 20.0}
     with pytest.raises(SweepError, match=r"launch bench serve: .*is no goal such as ttft:200"):
         grid_of({"bench": "serve", "options": {"model": "m", "goodput": "fast"}}, "g")
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.bench.options import BenchOptions
+from launch.bench.options import LatencyOptions, ThroughputOptions
 from launch.report.rows import read_report
 from launch.sweep.ledger import Ledger
 from tests.runtime.engine.rig import tiny_folder
@@ -77,5 +77,6 @@ def test_from_a_grid_to_a_report(tmp_path: Path, here: Callable[..., str]) -> No
 
 
 def test_estimates_know_bench_s_options() -> None:
-    fields = BenchOptions.__dataclass_fields__
-    assert {"num_iters", "num_warmups", "batch_size", "num_prompts", "input_len", "output_len"} <= fields.keys()
+    of_both = {"num_iters", "num_warmups", "input_len", "output_len"}
+    assert {"batch_size", *of_both} <= LatencyOptions.__dataclass_fields__.keys()
+    assert {"num_prompts", *of_both} <= ThroughputOptions.__dataclass_fields__.keys()

@@ -187,7 +187,7 @@ def test_a_plan_says_how_its_jobs_are_started(sharing: ParallelDegrees, jobs: st
     assert jobs_text(sharing) == jobs
     flags = jobs.partition(": ")[2].split()
     command = parsed(BenchCommand, ["bench", "latency", "--model", "m", *flags])
-    config = command.engine_config(sharing.tensor, {"device": "cpu"})
+    config = replace(command, engine={"device": "cpu", **command.engine}).engine_config(sharing.tensor)
     assert config.ranks == max(sharing.tensor, sharing.expert)
     assert config.expert_parallel is (sharing.expert > 1)
 

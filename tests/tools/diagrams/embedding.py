@@ -22,7 +22,7 @@ _HELP = re.compile(r"(?P<what>.*) \((?:default: )?(?P<default>.*?)\) \[(?P<unit>
 def field_table() -> str:
     """A flag is shown where it is not the field's name with dashes, a unit where it is one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_engine_options(parser.add_argument_group())
+    add_engine_options(parser)
     rows = ["| field, other flags | what it is | default |", "| --- | --- | --- |"]
     for action in parser._actions:
         flags = [flag for flag in action.option_strings if not flag.startswith("--no-")]

@@ -11,7 +11,6 @@ import pytest
 
 from launch.bench.load.datasets import (
     LoadSet,
-    id_range,
     load_set,
     long_requests,
     mixed_requests,
@@ -19,6 +18,7 @@ from launch.bench.load.datasets import (
     random_requests,
 )
 from launch.bench.serve_options import DatasetName, ServeOptions
+from launch.bench.workload import id_range
 from launch.errors import UsageError
 from runtime.engine import ServedModel
 from runtime.frontend.client import PromptRequest

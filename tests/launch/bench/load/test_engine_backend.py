@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from launch.bench.load.datasets import id_range, prefix_requests, random_requests
+from launch.bench.load.datasets import prefix_requests, random_requests
 from launch.bench.load.engine_backend import EngineBackend
 from launch.bench.load.figures import engine_figures
 from launch.bench.load.generator import generate_load
 from launch.bench.load.journal import Journal
 from launch.bench.load.steady import steps_of
+from launch.bench.workload import id_range
 from runtime.engine import Engine
 from runtime.frontend.client import PromptRequest
 from tests.runtime.engine.rig import VOCABULARY, rig

@@ -22,8 +22,7 @@ from launch.bench.load.datasets import random_requests
 from launch.bench.load.generator import generate_load
 from launch.bench.load.journal import Journal
 from launch.bench.load.openai_backend import Answer, OpenAIBackend, OpenAIServer
-from launch.bench.trace import BenchError
-from launch.errors import UsageError
+from launch.errors import BenchError, UsageError
 
 
 class Handler(BaseHTTPRequestHandler):

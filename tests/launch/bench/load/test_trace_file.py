@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.bench.load.trace_file import Trace, read_trace
-from launch.bench.trace import BenchError
+from launch.errors import BenchError
 from runtime.engine import ServedModel
 
 MODEL = ServedModel(vocab_size=5000, max_model_len=4096, eos_token_ids=(2,))
