@@ -1,4 +1,4 @@
-"""What each layer keeps of a sequence, as the layer declares it: keys and values in pages, or state in a slot's row.
+"""What each layer keeps of a sequence, as the layer declares it: planes in pages (kv_group.py), or a slot's state.
 
 Knows: shapes, dtypes and bytes of both kinds. Does not know: how many pages and slots there are, who allocates them
 (runtime/execute/cache), or what a layer does with them.
@@ -13,28 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class PagedKV:
-    """Keys and values of every token, in pages that one table assigns for all such layers.
-
-    ``kv_heads`` are those of this rank. A query reads all tokens before it: there are no sliding windows.
-    """
-
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def shape(self, pages: int, page_size: int) -> tuple[int, ...]:
-        """[2, pages, S, K, D]: index 0 keys, 1 values; the NHD layout."""
-        return (2, pages, page_size, self.kv_heads, self.head_dim)
-
-    def __str__(self) -> str:
-        return f"{self.kv_heads} heads x {self.head_dim} x {self.dtype.itemsize} B"
+from models.kv_group import KvGroup, Planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +38,9 @@ class SlotState:
         return " + ".join(parts)
 
 
-LayerCache = PagedKV | SlotState | None  # None: the layer keeps nothing
+LayerCache = Planes | SlotState | None  # None: the layer keeps nothing
 StateBanks = Mapping[str, Tensor]  # by the names of a SlotState: [slots, *shape] each
-CacheView = Tensor | StateBanks | None  # what a layer is given for its PagedKV (Tensor), SlotState or None
+CacheView = Tensor | StateBanks | None  # what a layer is given for its planes (Tensor), SlotState or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +53,26 @@ class CacheLayout:
         """Of two models that serve the same sequences."""
         return CacheLayout(self.layers + other.layers)
 
+    def groups(self, page_size: int) -> list[KvGroup]:
+        """The paged layers, those with equal planes together, in the order of the first of them."""
+        return [KvGroup(numbers, planes, page_size) for planes, numbers in self._alike() if isinstance(planes, tuple)]
+
     @property
-    def kinds(self) -> list[tuple[PagedKV | SlotState, int]]:
-        """Each different declaration and the number of layers that make it, in the order of the first of them."""
-        different: list[PagedKV | SlotState] = []
+    def states(self) -> list[tuple[SlotState, tuple[int, ...]]]:
+        """Each different slot state, with the numbers of its layers, in the order of the first of them."""
+        return [(state, numbers) for state, numbers in self._alike() if isinstance(state, SlotState)]
+
+    def _alike(self) -> list[tuple[Planes | SlotState, tuple[int, ...]]]:
+        different: list[Planes | SlotState] = []
         for layer in self.layers:
             if layer is not None and layer not in different:
                 different.append(layer)
-        return [(kind, self.layers.count(kind)) for kind in different]
-
-    @property
-    def paged(self) -> list[PagedKV]:
-        """What the paged layers declare, in their order."""
-        return [layer for layer in self.layers if isinstance(layer, PagedKV)]
+        return [(kind, tuple(n for n, layer in enumerate(self.layers) if layer == kind)) for kind in different]
 
     @property
     def bytes_per_token(self) -> int:
         """Of all paged layers."""
-        return sum(layer.bytes_per_token for layer in self.paged)
+        return sum(group.bytes_per_token for group in self.groups(1))
 
     @property
     def bytes_per_slot(self) -> int:
@@ -105,7 +86,7 @@ class CacheLayout:
     @property
     def first_paged(self) -> int | None:
         """The number of the first paged layer; None where there is none."""
-        return next((number for number, layer in enumerate(self.layers) if isinstance(layer, PagedKV)), None)
+        return next((number for number, layer in enumerate(self.layers) if isinstance(layer, tuple)), None)
 
     @property
     def has_slot_state(self) -> bool:

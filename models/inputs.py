@@ -16,8 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from models.cache_layout import PagedKV
-
 PIECE = 16  # tokens of a chunk that attend as one row where keys are split
 MOST_TREE_TOKENS = 33  # of a tree, its root included: 32 bits say which of the others a token sees
 
@@ -251,8 +249,3 @@ class StepInputs:
     state: StateRows | None = None
     exchange_rows: int | None = None
     last_attention: DecodeAttention | None = None
-
-
-def empty_kv_layer(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
-    """One layer's paged KV (PagedKV.shape), zeroed."""
-    return torch.zeros(PagedKV(kv_heads, head_dim, dtype).shape(pages, page_size), dtype=dtype, device=device)

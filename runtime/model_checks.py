@@ -12,6 +12,7 @@ import torch
 from models.batch_invariance import missing_invariance
 from models.config import ModelConfig
 from models.kernels.traits import DeviceTraits
+from models.kv_group import keys_and_values
 from models.layers.decoder import Decoder
 from models.ops.contract import Ops
 from runtime.config import ConfigError, EngineConfig
@@ -86,7 +87,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Ops, dtype: torch.dtype) -> None:
     """Raises ConfigError if attention has no room for the tokens of a row."""
     heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
-    tokens, most = limits.window, kernels.longest_window(heads, kv_heads, model.head_dim, dtype)
+    tokens, most = limits.window, kernels.longest_window(heads, keys_and_values(kv_heads, model.head_dim, dtype))
     if most is not None and tokens > max(most, 1):
         asked, fits = ("tree_size", most) if limits.tree else ("num_speculative_tokens", most - 1)
         raise ConfigError(

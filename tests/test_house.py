@@ -85,6 +85,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),
+        ("models/kv_group.py",),
     ),
     "parallel": (
         ("parallel/layers",),

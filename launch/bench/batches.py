@@ -52,7 +52,7 @@ class BatchBench:
         self.files = session.files(kind)
         self.bar: tqdm[Any] = session.progress(runs * (options.num_warmups + options.num_iters))
         self._options, self._kind = options, kind
-        self._shape = Shape.from_folder(session.folder)
+        self._shape = Shape.from_folder(session.folder, session.kv_dtype)
         self._startup_s: float | None = None
 
     def journal(
@@ -142,7 +142,7 @@ class BatchBench:
             return floor, None
         of_round = round_floor(
             self._shape,
-            drafter_shape(speculation, ModelConfig.from_folder(session.folder)),
+            drafter_shape(speculation, ModelConfig.from_folder(session.folder), session.kv_dtype),
             ceilings,
             batch=batch,
             length=length,

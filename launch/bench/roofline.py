@@ -23,10 +23,13 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.block_pattern import HEAD_DIM, block_kinds, has_blocks, read_mamba2
 from models.config import ModelConfig, default_head_dim
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
+from models.kv_group import KvGroup, keys_and_values
 from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
 from runtime.speculative_config import SpeculativeConfig
 
@@ -34,7 +37,7 @@ from runtime.speculative_config import SpeculativeConfig
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
-    layers; ``kv_heads`` and ``kv_per_head``: heads, and values one token leaves in one of them, over all layers.
+    layers; ``kv``: what a token leaves in the layers that attend, over all ranks.
     ``query_values``: of one token, over all layers that attend. ``state_bytes``: what a row's recurrent state takes
     (float32), ``window_values``: values of its convolutions that a step reads or writes; both over all layers."""
 
@@ -42,23 +45,22 @@ class Shape:
     expert: int
     experts: int
     experts_per_token: int
-    kv_heads: int
-    kv_per_head: int
+    kv: KvGroup
     state_bytes: int = 0
     window_values: int = 0
     query_values: int = 0
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Shape:
+    def from_folder(cls, folder: Path, kv_dtype: torch.dtype = torch.bfloat16) -> Shape:
         """Of a model folder's config.json."""
-        return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), kv_dtype)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Shape:
+    def from_config(cls, config: Mapping[str, Any], kv_dtype: torch.dtype = torch.bfloat16) -> Shape:
         """Keys as transformers writes them; those of Qwen3-MoE where there are experts, of Qwen3-Next and Qwen3.5 where
         there are gated delta nets; or those of Nemotron-H."""
         if has_blocks(config):
-            return _of_blocks(config)
+            return _of_blocks(config, kv_dtype)
         delta = None
         if has_gated_delta(config):
             config = usual_keys(config)
@@ -79,15 +81,14 @@ class Shape:
             expert=3 * layers * hidden * config["moe_intermediate_size"] if experts else 0,
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
-            kv_heads=kv_heads,
-            kv_per_head=2 * attending * head_dim,
+            kv=_entries(kv_heads, head_dim, kv_dtype, attending),
             query_values=attending * heads * head_dim,
             state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
             window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
         )
 
 
-def _of_blocks(config: Mapping[str, Any]) -> Shape:
+def _of_blocks(config: Mapping[str, Any], kv_dtype: torch.dtype) -> Shape:
     kinds, mamba = block_kinds(config), read_mamba2(config)
     mamba_layers, attention_layers, sparse = (kinds.count(kind) for kind in ("mamba", "attention", "moe"))
     hidden, kv_heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config.get("head_dim", HEAD_DIM)
@@ -105,8 +106,7 @@ def _of_blocks(config: Mapping[str, Any]) -> Shape:
         expert=2 * sparse * hidden * config["moe_intermediate_size"] if experts else 0,
         experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
-        kv_heads=kv_heads,
-        kv_per_head=2 * attention_layers * head_dim,
+        kv=_entries(kv_heads, head_dim, kv_dtype, attention_layers),
         query_values=attention_layers * config["num_attention_heads"] * head_dim,
         state_bytes=4 * mamba_layers * mamba.inner * mamba.state_size,
         window_values=mamba_layers * mamba.taps * mamba.conv_channels,
@@ -119,13 +119,12 @@ class DrafterShape:
     group of ranks; then the ``head`` for what it guesses: one token a row or, where it is a ``block``, all of them at
     once. To be shown a row's tokens costs ``shown``, of which each rank has a share, and ``shown_whole`` on each.
     ``views``: of each layer that attends, how many tokens it sees at most; None: all. ``query_values``: of one token in
-    one layer; ``kv_per_head``: of one token in one head of one layer."""
+    one layer, as is ``kv``, over all ranks."""
 
     dense: int
     head: int
     shown: int
-    kv_heads: int
-    kv_per_head: int
+    kv: KvGroup
     query_values: int = 0
     shown_whole: int = 0
     views: tuple[int | None, ...] = (None,)
@@ -135,7 +134,9 @@ class DrafterShape:
     experts_per_token: int = 0
 
 
-def drafter_shape(config: SpeculativeConfig, target: ModelConfig) -> DrafterShape | None:
+def drafter_shape(
+    config: SpeculativeConfig, target: ModelConfig, kv_dtype: torch.dtype = torch.bfloat16
+) -> DrafterShape | None:
     """Of what guesses for ``target``; None for methods without weights. Raises ModelConfigError and ValueError."""
     draft: MTPConfig | DFlashConfig | Eagle3Config
     if config.method == "mtp":
@@ -149,17 +150,19 @@ def drafter_shape(config: SpeculativeConfig, target: ModelConfig) -> DrafterShap
     ids = target.vocab_size
     if config.token_map is not None:
         ids = len(chosen_ids(config.token_map, target.vocab_size))
-    return shape_of(draft, draft.draft_vocab_size or ids)
+    return shape_of(draft, draft.draft_vocab_size or ids, kv_dtype)
 
 
-def shape_of(draft: MTPConfig | DFlashConfig | Eagle3Config, ids: int) -> DrafterShape:
+def shape_of(
+    draft: MTPConfig | DFlashConfig | Eagle3Config, ids: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> DrafterShape:
     """``ids``: those that it guesses among."""
     if isinstance(draft, DFlashConfig):
-        return _of_dflash(draft, ids)
-    return _of_eagle3(draft, ids) if isinstance(draft, Eagle3Config) else _of_mtp(draft, ids)
+        return _of_dflash(draft, ids, kv_dtype)
+    return _of_eagle3(draft, ids, kv_dtype) if isinstance(draft, Eagle3Config) else _of_mtp(draft, ids, kv_dtype)
 
 
-def _of_mtp(draft: MTPConfig, ids: int) -> DrafterShape:
+def _of_mtp(draft: MTPConfig, ids: int, kv_dtype: torch.dtype) -> DrafterShape:
     sizes = draft.model
     hidden, experts = sizes.hidden_size, sizes.experts
     kinds = draft.blocks[1:] if draft.blocks else ("mlp" if experts is None else "moe",)
@@ -178,8 +181,7 @@ def _of_mtp(draft: MTPConfig, ids: int) -> DrafterShape:
         dense=dense,
         head=ids * hidden,
         shown=fc + hidden * _entry(sizes),
-        kv_heads=sizes.kv_heads,
-        kv_per_head=2 * sizes.head_dim,
+        kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype),
         query_values=sizes.heads * sizes.head_dim,
         expert=expert,
         experts=experts.count if experts is not None and sparse else 0,
@@ -187,22 +189,21 @@ def _of_mtp(draft: MTPConfig, ids: int) -> DrafterShape:
     )
 
 
-def _of_dflash(draft: DFlashConfig, ids: int) -> DrafterShape:
+def _of_dflash(draft: DFlashConfig, ids: int, kv_dtype: torch.dtype) -> DrafterShape:
     sizes = draft.model
     hidden = sizes.hidden_size
     return DrafterShape(
         dense=sizes.layers * (_attention(sizes, hidden) + 3 * hidden * sizes.intermediate_size),
         head=ids * hidden,
         shown=hidden * (len(draft.target_layer_ids) * hidden + sizes.layers * _entry(sizes)),
-        kv_heads=sizes.kv_heads,
-        kv_per_head=2 * sizes.head_dim,
+        kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype),
         query_values=sizes.heads * sizes.head_dim,
         views=tuple(view.window for view in draft.views),
         block=True,
     )
 
 
-def _of_eagle3(draft: Eagle3Config, ids: int) -> DrafterShape:
+def _of_eagle3(draft: Eagle3Config, ids: int, kv_dtype: torch.dtype) -> DrafterShape:
     """Attention reads an embedding and a state side by side."""
     sizes = draft.model
     hidden = sizes.hidden_size
@@ -210,8 +211,7 @@ def _of_eagle3(draft: Eagle3Config, ids: int) -> DrafterShape:
         dense=_attention(sizes, 2 * hidden) + 3 * hidden * sizes.intermediate_size,
         head=ids * hidden,
         shown=2 * hidden * _entry(sizes),
-        kv_heads=sizes.kv_heads,
-        kv_per_head=2 * sizes.head_dim,
+        kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype),
         query_values=sizes.heads * sizes.head_dim,
         shown_whole=draft.features * hidden * hidden,
     )
@@ -221,6 +221,11 @@ def _attention(sizes: ModelConfig, inputs: int, gates: int = 0) -> int:
     """Weights of a layer's projections; ``gates``: a gate a query value."""
     queries = sizes.heads * sizes.head_dim
     return inputs * ((1 + gates) * queries + _entry(sizes)) + queries * sizes.hidden_size
+
+
+def _entries(kv_heads: int, head_dim: int, dtype: torch.dtype, layers: int = 1) -> KvGroup:
+    """What a token leaves in ``layers``."""
+    return KvGroup(tuple(range(layers)), keys_and_values(kv_heads, head_dim, dtype), page_size=1)
 
 
 def _entry(sizes: ModelConfig) -> int:
@@ -255,8 +260,8 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """``ranks`` in ``groups`` that have rows of their own, the bytes of a value, and a device's rates. ``share``: ranks
-    of a group; ``rows``: those of a batch that the fullest group has."""
+    """``ranks`` in ``groups`` that have rows of their own, the bytes of a weight, and a device's rates. ``share``:
+    ranks of a group; ``rows``: those of a batch that the fullest group has."""
 
     ranks: int
     value_bytes: int
@@ -276,8 +281,10 @@ class Ceilings:
         read = self.value_bytes * values
         return Floor(read, 0.0, self._seconds(read, flop), flop=flop)
 
-    def attention(self, kv_values: float, flop: float) -> Floor:
-        read = self.value_bytes * kv_values
+    def attention(self, kv: KvGroup, attended: float, flop: float) -> Floor:
+        """Over the entries of ``attended`` tokens; heads that are fewer than a group's ranks lie on several."""
+        of_token = sum(plane.bytes_per_token * max(1 / self.share, 1 / plane.heads) for plane in kv.planes)
+        read = attended * len(kv.layers) * of_token
         return Floor(0.0, read, self._seconds(read, flop), flop=flop)
 
     def state(self, moved: float) -> Floor:
@@ -316,11 +323,8 @@ def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, t
         active = _experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
         flop = 2 * shape.expert * shape.experts_per_token * batch * tokens / device.ranks
         floor += device.products(shape.expert * active, flop)
-    kv_heads = max(1.0, shape.kv_heads / share)
     attended = rows * length
-    floor += device.attention(
-        attended * kv_heads * shape.kv_per_head, 4 * attended * tokens * shape.query_values / share
-    )
+    floor += device.attention(shape.kv, attended, 4 * attended * tokens * shape.query_values / share)
     passes = 1 if tokens == 1 else 2  # over the recurrence; the last of them writes
     moved = (passes + 1) * shape.state_bytes + passes * device.value_bytes * shape.window_values
     return floor + device.state(rows * moved / share)
@@ -333,7 +337,6 @@ def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length
     shown = drafter.shown_whole + drafter.shown / share
     floor = device.products(shown, 2 * shown * rows * (guesses + 1))
     layers = drafter.dense / share
-    kv_heads = max(1.0, drafter.kv_heads / share)
     attended = rows * sum(length if view is None else min(length, view) for view in drafter.views)
     for _ in range(passes):
         floor += device.products(layers, 2 * layers * rows * tokens)
@@ -342,9 +345,7 @@ def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length
             active = _experts_of_the_fullest_rank(drafter, rows * tokens, share)
             flop = 2 * drafter.expert * drafter.experts_per_token * rows * tokens / share
             floor += device.products(drafter.expert * active, flop)
-        floor += device.attention(
-            attended * kv_heads * drafter.kv_per_head, 4 * attended * tokens * drafter.query_values / share
-        )
+        floor += device.attention(drafter.kv, attended, 4 * attended * tokens * drafter.query_values / share)
     return floor
 
 

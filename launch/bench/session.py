@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from launch.bench.environment import process_age
@@ -37,7 +38,7 @@ from launch.bench.serve_options import ServeOptions
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
-from models.config import ModelConfig
+from models.config import DTYPES, ModelConfig
 from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.result_reader import StepTiming
@@ -98,9 +99,8 @@ class Session:
         return ServedModel(facts.vocab_size, self.config.max_model_len or facts.max_length, facts.eos_token_ids)
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes of a weight and of a KV value."""
-        return 4 if self.precision == "float32" else 2
+    def kv_dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
 
     @property
     def precision(self) -> str:
@@ -126,7 +126,7 @@ class Session:
         """Of each rank's device."""
         return Ceilings(
             ranks=self.ranks,
-            value_bytes=self.value_bytes,
+            value_bytes=DTYPES[self.precision].itemsize,
             bytes_per_s=options.bytes_per_s,
             flop_per_s=options.flop_per_s,
             groups=self.config.data_parallel,

@@ -6,7 +6,6 @@ An estimate serves plans and time limits. It is no measurement, and may be off b
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -90,10 +89,10 @@ def _alike(point: Point, other: Point) -> bool:
 
 def _work_seconds(point: Point) -> float | None:
     """Start, and every run of every batch: prefill of its prompts, then a step a token."""
-    shape = _shape(point.settings.get("model"))
+    machine = CPU if point.settings.get("device") == "cpu" else GPU
+    shape = _shape(point.settings.get("model"), machine)
     if shape is None:
         return None
-    machine = CPU if point.settings.get("device") == "cpu" else GPU
     _, runs = runs_of(point)
     batches = batches_of(point)
     weights = (shape.dense / point.tp + shape.expert * shape.experts / point.ranks) * machine.value_bytes
@@ -149,12 +148,16 @@ def _slowest_rate(point: Point) -> float:
     return min((float(part) for part in str(point.settings.get("request-rate", "inf")).split(",")), default=math.inf)
 
 
-def _shape(model: Setting | None) -> Shape | None:
+def _shape(model: Setting | None, machine: Machine) -> Shape | None:
+    import torch
+
     from launch.bench.roofline import Shape
+
+    kv_dtype = torch.float32 if machine is CPU else torch.bfloat16
 
     for folder in (Path(str(model)), SHAPES / str(model)):
         try:
-            return Shape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            return Shape.from_folder(folder, kv_dtype)
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

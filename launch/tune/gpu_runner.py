@@ -127,7 +127,7 @@ class ModelLayers:
         layout = model.cache_layout
         inputs = step_inputs(model, rows, TOKENS, model.config.max_length, self.device)
         pages = rows * -(-TOKENS // PAGE) + 1
-        one = max(1, layout.bytes_per_token * PAGE * pages // max(1, len(layout.paged)))
+        one = max(1, min((group.page_bytes // len(group.layers) * pages for group in layout.groups(PAGE)), default=1))
         distinct = max(2, -(-_COLD_KV // one))  # as many layers have KV of their own as it takes to be cold
         caches = caches_of(layout, pages, self.device, slots=rows + 1, distinct=distinct)
         self._banks = [bank for view in caches if isinstance(view, Mapping) for bank in view.values()]

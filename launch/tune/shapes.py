@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launch.tune.lone_rank import LoneRank
-from models.cache_layout import CacheLayout, CacheView, PagedKV, SlotState
+from models.cache_layout import CacheLayout, CacheView
 from models.config import ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, StateRows, StepInputs
@@ -152,24 +152,19 @@ def caches_of(
 
     ``distinct``: so many paged layers have memory of their own, which the others share with them by turns.
     """
-    found: list[CacheView] = []
-    paged: list[Tensor] = []
-    for layer in layout.layers:
-        if isinstance(layer, PagedKV):
-            if distinct is None or len(paged) < distinct:
-                paged.append(torch.randn(layer.shape(pages, PAGE), dtype=layer.dtype, device=device))
-                found.append(paged[-1])
-            else:
-                found.append(paged[sum(isinstance(view, Tensor) for view in found) % distinct])
-        elif isinstance(layer, SlotState):
-            found.append(
-                {
-                    name: torch.zeros(slots, *shape, dtype=dtype, device=device)
-                    for name, (shape, dtype) in layer.tensors.items()
-                }
-            )
-        else:
-            found.append(None)
+    found: list[CacheView] = [None] * len(layout.layers)
+    for group in layout.groups(PAGE):
+        paged: list[Tensor] = []
+        for index, number in enumerate(group.layers):
+            if distinct is None or index < distinct:
+                paged.append(torch.randn(group.shape(pages), dtype=group.dtype, device=device))
+            found[number] = paged[index % len(paged)]
+    for state, numbers in layout.states:
+        for number in numbers:
+            found[number] = {
+                name: torch.zeros(slots, *shape, dtype=dtype, device=device)
+                for name, (shape, dtype) in state.tensors.items()
+            }
     return found
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StepInputs
 from models.kernels.interface import Rotation
+from models.kv_group import Planes, keys_and_values
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
@@ -62,8 +62,8 @@ class Attention(Mixer[Tensor]):
         self.kv_heads = self.qkv.heads.local_kv_heads
 
     @property
-    def cache(self) -> PagedKV:
-        return PagedKV(self.kv_heads, self.head_dim, self.dtype)
+    def cache(self) -> Planes:
+        return keys_and_values(self.kv_heads, self.head_dim, self.dtype)
 
     def forward(
         self,

@@ -200,7 +200,7 @@ class Decoder(CheckpointParts):
             return None
         number, attention = found
         kv_layer = cast(Tensor, caches[number])
-        return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, attention.kv_heads, kv_layer)
+        return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, kv_layer)
 
     def splits_chunks(self, caches: Sequence[CacheView]) -> bool:
         """Whether captured steps can split the keys of short chunks (Ops.splits_chunks)."""
@@ -214,9 +214,9 @@ class Decoder(CheckpointParts):
         """One plan serves all layers of attention, so their shapes must be those of the first."""
         mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
         found = [(number, mixer) for number, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
-        shapes = {(mixer.heads, mixer.kv_heads, mixer.head_dim) for _, mixer in found}
+        shapes = {(mixer.heads, mixer.cache) for _, mixer in found}
         if len(shapes) > 1:
-            raise NotImplementedError(f"layers of attention with different (heads, kv_heads, head_dim): {shapes}")
+            raise NotImplementedError(f"layers of attention with different (query heads, planes): {shapes}")
         return found[0] if found else None
 
     @property
@@ -273,7 +273,7 @@ class Decoder(CheckpointParts):
     def _planned_prefill(self, attention: PrefillAttention, mixer: Attention, kv_layer: Tensor) -> PrefillAttention:
         if attention.planned is not None:
             return attention
-        return self.kernels.plan_prefill(attention, mixer.heads, mixer.kv_heads, mixer.head_dim, kv_layer)
+        return self.kernels.plan_prefill(attention, mixer.heads, kv_layer)
 
     def _with_real_tokens(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
         """Masked tokens write into page 0, and only they do; experts leave them out."""

@@ -22,7 +22,7 @@ View = TypeVar("View", bound=CacheView)
 class Mixer(nn.Module, Generic[View]):
     """x' = mix(norm(x + residual)), over the tokens of each row and what ``cache`` keeps of those before them.
 
-    ``View`` is the kind of view that its declaration stands for: a Tensor for PagedKV, StateBanks for SlotState.
+    ``View`` is the kind of view that its declaration stands for: a Tensor for planes, StateBanks for SlotState.
     ``replays``: of a mixer with slot state, that it heeds StateRows.undecided, of chains and of trees.
     ``batch_invariant``: a token's result has the same bits whoever shares the step, if its kernels' have.
     """

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
 from models.kernels.interface import DeltaRule, Rotation
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
+from models.kv_group import Planes
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.weight import Weight
 
@@ -73,7 +73,7 @@ class Ops:
         """The implementation of prefill attention, for records of measurements."""
         return self.name
 
-    def longest_window(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
+    def longest_window(self, heads: int, planes: Planes) -> int | None:
         """The most tokens of a row that decode attention takes at once; None where any number is fine."""
         raise NotImplementedError
 
@@ -170,14 +170,12 @@ class Ops:
         """
         raise NotImplementedError
 
-    def plan_prefill(
-        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
-    ) -> PrefillAttention:
+    def plan_prefill(self, inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> PrefillAttention:
         """The host-side work that all layers of one prefill step share; returns ``inputs`` with ``planned`` set."""
         raise NotImplementedError
 
     def repeat_prefill(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor
     ) -> RepeatedPrefill | None:
         """``PrefillAttention.planned`` for launches that are captured once and replayed.
 

@@ -115,7 +115,7 @@ class ProposerParts:
     tokens of a row that are verified at once, more than W where they are a tree.
 
     It takes its caches from ``pool`` when it is made: ``pool.allocate(CacheLayout(...))``, one view a declared layer.
-    ``PagedKV`` has the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for it;
+    Planes have the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for them;
     ``SlotState`` is zeroed when a request gets a slot, and copied where an answer forks. ``tables.history``: the tokens
     of every slot (slot_state.py). A proposer is made twice: first over a pool without blocks, whose layout tells what
     blocks and slots will cost; weights are loaded before that, by whoever gives the MakeProposer.

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.inputs import PrefillAttention, empty_kv_layer
+from models.inputs import PrefillAttention
 from models.kernels.attention import prefill as prefill_kernel
 from models.kernels.attention.prefill import Blocks, Tiles, blocks_for
 from models.kernels.matmul import autotune
 from models.kernels.traits import H200
 from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
+from tests.models.kv_layers import empty_kv_layer
 
 BF16, DEVICE = torch.bfloat16, torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
@@ -84,7 +85,7 @@ class Case:
         return PrefillAttention(self.table, self.queries, self.lengths)
 
     def by(self, kernels: Nvidia) -> Callable[[Tensor], Tensor]:
-        planned = kernels.plan_prefill(self.inputs, HEADS, KV_HEADS, DIM, self.layers[0])
+        planned = kernels.plan_prefill(self.inputs, HEADS, self.layers[0])
         return lambda kv: kernels.prefill_attention(self.q, kv, planned, DIM**-0.5)
 
     def with_tiles(self, blocks: Blocks) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
+from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.interface import Rotation
 from models.ops.select import select_kernels
 from parallel.layers.weight import Weight
@@ -25,6 +25,7 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from tests.gpu.expert_cases import Layer
 from tests.gpu.test_engine_gpu import SHAPE
 from tests.gpu.test_mamba_gpu import HYBRID as NEMOTRON
+from tests.models.kv_layers import empty_kv_layer
 from tests.plant import reference_kernels
 from tests.runtime.engine.rig import rig
 from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
@@ -113,7 +114,7 @@ def test_attention(kernels: InvariantNvidia, heads: int, kv_heads: int, dim: int
         last = len(spans) - 1
         pages = table[[(last - place) % 2 for place in range(len(spans))]]
         inputs = PrefillAttention(pages, tuple(end - first for first, end in spans), tuple(end for _, end in spans))
-        inputs = kernels.plan_prefill(inputs, heads, kv_heads, dim, kv)
+        inputs = kernels.plan_prefill(inputs, heads, kv)
         packed = torch.cat([q[first:end] for first, end in spans])
         first, end = spans[-1]
         return kernels.prefill_attention(packed, kv, inputs, scale)[first - end :]

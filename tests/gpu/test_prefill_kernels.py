@@ -94,7 +94,7 @@ def test_prefill_attention(
     inputs = PrefillAttention(made.table, queries, lengths)
     for scale in (dim**-0.5, 0.05):
         for _ in range(6):  # more plans than the ring holds
-            planned = kernels.plan_prefill(inputs, heads, kv_heads, dim, made.kv)
+            planned = kernels.plan_prefill(inputs, heads, made.kv)
         q = randn(sum(queries), heads, dim, dtype=dtype)
         out = kernels.prefill_attention(q, made.kv, planned, scale)
         check(out, prefilled(made, q, queries, lengths, scale), dtype)
@@ -111,7 +111,7 @@ def test_captured_prefill_is_planned_anew_for_each_replay(
     tokens, most = 320, 512
     made = Case(6, heads, kv_heads, dim, page, most, BF16)
     q, scale = randn(tokens, heads, dim, dtype=BF16), dim**-0.5
-    repeated = kernels.repeat_prefill(made.table, 2 * tokens, heads, kv_heads, made.kv)
+    repeated = kernels.repeat_prefill(made.table, 2 * tokens, heads, made.kv)
     assert repeated is not None
     inputs = PrefillAttention(made.table, (tokens,), (tokens,), repeated)
     repeated.plan((tokens,), (tokens,))
@@ -145,7 +145,7 @@ def test_captured_prefill_copies_keys_where_that_pays(kernels: Nvidia) -> None:
     made.set_lengths(lengths_of)
     made.poison_beyond()
     q, scale = randn(tokens, heads, dim, dtype=BF16), dim**-0.5
-    repeated = kernels.repeat_prefill(made.table, tokens, heads, kv_heads, made.kv)
+    repeated = kernels.repeat_prefill(made.table, tokens, heads, made.kv)
     assert repeated is not None
     inputs = PrefillAttention(made.table, (tokens,), (tokens,), repeated)
     repeated.plan((tokens,), (tokens,))
@@ -180,7 +180,7 @@ def test_a_broken_row_leaves_rows_beside_it_alone(kernels: Nvidia) -> None:
     made = Case(rows, heads, kv_heads, dim, page, each, BF16)
     made.set_lengths([each] * rows)
     q, scale = randn(rows * each, heads, dim, dtype=BF16), dim**-0.5
-    repeated = kernels.repeat_prefill(made.table, rows * each, heads, kv_heads, made.kv)
+    repeated = kernels.repeat_prefill(made.table, rows * each, heads, made.kv)
     assert repeated is not None
     queries = (each,) * rows
     assert repeated._gathered.pays(queries, queries, 0)  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ def test_random_rows_over_pages_with_nan_around_them(kernels: Nvidia, dtype: tor
     made.poison_beyond()
     q = randn(sum(queries), kv_heads * group, dim, dtype=dtype)
     inputs = PrefillAttention(made.table, queries, lengths)
-    planned = kernels.plan_prefill(inputs, kv_heads * group, kv_heads, dim, made.kv)
+    planned = kernels.plan_prefill(inputs, kv_heads * group, made.kv)
     out = kernels.prefill_attention(q, made.kv, planned, dim**-0.5)
     check(out, prefilled(made, q, queries, lengths, dim**-0.5), dtype)
 
@@ -224,7 +224,7 @@ def test_long_rows(kernels: Nvidia, dtype: torch.dtype) -> None:
     made.kv[0] *= torch.where(torch.arange(made.kv.shape[1], device=DEVICE) % 2 == 0, 4.0, 0.25)[:, None, None, None]
     q = randn(sum(queries), heads, dim, dtype=dtype)
     inputs = PrefillAttention(made.table, queries, lengths)
-    planned = kernels.plan_prefill(inputs, heads, kv_heads, dim, made.kv)
+    planned = kernels.plan_prefill(inputs, heads, made.kv)
     out = kernels.prefill_attention(q, made.kv, planned, dim**-0.5)
     check(out, prefilled(made, q, queries, lengths, dim**-0.5), dtype)
 
@@ -235,7 +235,7 @@ def test_ours_waits_for_the_launch_before_it(kernels: Nvidia, dtype: torch.dtype
     """Programmatic dependent launch: queries come from a norm right before, the next norm reads what comes out."""
     heads, kv_heads, dim, page, tokens = 8, 2, 128, 64, 500
     made = Case(3, heads, kv_heads, dim, page, 1500, dtype)
-    repeated = kernels.repeat_prefill(made.table, tokens, heads, kv_heads, made.kv)
+    repeated = kernels.repeat_prefill(made.table, tokens, heads, made.kv)
     assert repeated is not None
     inputs = PrefillAttention(made.table, (tokens,), (tokens,), repeated)
     x, weight = randn(tokens, heads * dim, dtype=dtype), randn(heads * dim, dtype=dtype)
@@ -282,7 +282,7 @@ def test_every_tile(blocks: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 def test_more_than_there_is_room_for_is_refused(kernels: Nvidia) -> None:
     made = Case(2, 8, 2, 128, 64, 300, BF16)
-    repeated = kernels.repeat_prefill(made.table, 64, 8, 2, made.kv)
+    repeated = kernels.repeat_prefill(made.table, 64, 8, made.kv)
     assert repeated is not None
     with pytest.raises(ValueError, match="there is room for"):
         repeated.plan((1, 1, 1), (1, 1, 1))

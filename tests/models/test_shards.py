@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.cache_layout import PagedKV
 from models.config import ModelConfig
 from models.dummy import DummyTensor
+from models.kv_group import keys_and_values
 from models.layers.decoder import Decoder
 from models.weights import load_model
 from parallel.layers.linear import ColumnParallel, RowParallel
@@ -203,6 +203,6 @@ def test_padding_logits_are_minus_infinity() -> None:
 
 def test_what_a_rank_keeps_of_a_token() -> None:
     layouts = [build(ModelConfig.from_dict(WIDE), 0, size).cache_layout for size in (1, 2, 4, 8)]
-    assert [layout.layers for layout in layouts] == [(PagedKV(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
+    assert [layout.layers for layout in layouts] == [(keys_and_values(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
     assert layouts[0].bytes_per_token == 2 * 2 * 2 * 10 * 4
     assert not layouts[0].has_slot_state

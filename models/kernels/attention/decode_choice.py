@@ -30,6 +30,7 @@ from models.kernels.attention.decode_work import (
 )
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.traits import DeviceTraits
+from models.kv_group import Planes
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
@@ -211,11 +212,14 @@ class DecodeChoice:
         return self.balanced and _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
 
 
-def longest_window(heads: int, kv_heads: int, head_dim: int) -> int:
+def longest_window(heads: int, planes: Planes) -> int | None:
     """Tokens of a row that decode attention takes at once, of 16 bits: the query rows of a key head, a power of two of
-    them, must fit a program. 0 where not even one token does."""
-    rows = _TALLEST // (2 * padded_dim(head_dim))
-    return (1 << rows.bit_length() - 1) // (heads // kv_heads)
+    them, must fit a program. 0 where not even one token does; None in float32, for any number."""
+    key = planes[0]
+    if key.dtype == torch.float32:
+        return None
+    rows = _TALLEST // (2 * padded_dim(key.dim))
+    return (1 << rows.bit_length() - 1) // (heads // key.heads)
 
 
 def programs_of(inputs: DecodeAttention, kv_heads: int, rule: SplitRule, multiprocessors: int, each: int) -> int:

@@ -55,9 +55,9 @@ class PagedPrefill:
             event_of(device),
         )
 
-    def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> object:
+    def plan(self, inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> object:
         """A planned wrapper for these rows. Lengths come from the host, page numbers from the device's table."""
-        page = kv_layer.shape[2]
+        _, _, page, kv_heads, head_dim = kv_layer.shape
         width = inputs.page_table_BP.shape[1]
         pages = [-(-length // page) for length in inputs.kv_lengths]
         wanted = [row * width + index for row, count in enumerate(pages) for index in range(count)]
@@ -81,13 +81,11 @@ class PagedPrefill:
         self.ring.queued()
         return wrapper
 
-    def repeated(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedPaged | None:
+    def repeated(self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedPaged | None:
         """The plan of launches that are captured; None where they cannot be (fa2)."""
         if self._backend != "fa3":
             return None
-        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_heads, kv_layer, self._depth)
+        return RepeatedPaged(self._workspace, page_table_BP, max_tokens, heads, kv_layer, self._depth)
 
     @staticmethod
     def run(q_THD: Tensor, kv_layer: Tensor, planned: Any, scale: float) -> Tensor:
@@ -112,12 +110,11 @@ class RepeatedPaged:
         page_table_BP: Tensor,
         max_tokens: int,
         heads: int,
-        kv_heads: int,
         kv_layer: Tensor,
         depth: int = 2,
     ) -> None:
         rows, width = page_table_BP.shape
-        _, _, page, _, head_dim = kv_layer.shape
+        _, _, page, kv_heads, head_dim = kv_layer.shape
         self._rows = rows
         # Pages are read from the table in place: the plan gives fa3 each row's start and length.
         self._page_starts = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32)

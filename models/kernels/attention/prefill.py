@@ -252,14 +252,12 @@ class TiledPrefill:
     def supports(head_dim: int) -> bool:
         return padded_dim(head_dim) <= 256
 
-    def plan(self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor) -> Tiles:
+    def plan(self, inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> Tiles:
         """The tiles of these rows; their copy to the device is asynchronous."""
         a_tile = self._tokens_of_a_tile(heads, kv_layer)
         return Tiles.of(inputs, a_tile, self._device)
 
-    def repeated(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedTiles:
+    def repeated(self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedTiles:
         """The planned tiles of launches that are captured."""
         return RepeatedTiles(self._device, len(page_table_BP), max_tokens, self._tokens_of_a_tile(heads, kv_layer))
 

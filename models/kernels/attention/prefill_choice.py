@@ -131,24 +131,18 @@ class Prefill:
             return 0, 0
         return _TILE, max(1, self._traits.multiprocessors // heads)
 
-    def plan(
-        self, inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
-    ) -> PrefillAttention:
+    def plan(self, inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> PrefillAttention:
         """See Ops.plan_prefill. Without ``agree`` before it, this machine decides alone."""
-        if not self.supports(head_dim):
+        if not self.supports(kv_layer.shape[-1]):
             return inputs
-        planned = self._planner(kv_layer).plan(inputs, heads, kv_heads, head_dim, kv_layer)
+        planned = self._planner(kv_layer).plan(inputs, heads, kv_layer)
         return replace(inputs, planned=planned)
 
-    def repeated(
-        self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedPrefill | None:
+    def repeated(self, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedPrefill | None:
         """See Ops.repeat_prefill; None for FlashInfer's fa2, which cannot be captured, and other heads."""
         if not self.supports(kv_layer.shape[-1]):
             return None
-        planned: RepeatedPrefill | None = self._planner(kv_layer).repeated(
-            page_table_BP, max_tokens, heads, kv_heads, kv_layer
-        )
+        planned: RepeatedPrefill | None = self._planner(kv_layer).repeated(page_table_BP, max_tokens, heads, kv_layer)
         return planned
 
     def run(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:

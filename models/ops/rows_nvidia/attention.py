@@ -295,17 +295,13 @@ def _prefill(ops: Any) -> Run:
     return prefill_attention
 
 
-def _plan_same_bits(
-    inputs: PrefillAttention, heads: int, kv_heads: int, head_dim: int, kv_layer: Tensor
-) -> PrefillAttention:
+def _plan_same_bits(inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> PrefillAttention:
     _require_head_dim(kv_layer)
     return dataclasses.replace(inputs, planned=invariant.listed_tiles(inputs, heads, kv_layer))
 
 
 def _repeat_same_bits(ops: Any) -> Run:
-    def repeat_prefill(
-        page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-    ) -> RepeatedPrefill:
+    def repeat_prefill(page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedPrefill:
         _require_head_dim(kv_layer)
         a_tile = invariant.tokens_of_a_tile(heads, kv_layer)
         return RepeatedTiles(ops.device, len(page_table_BP), max_tokens, a_tile)
@@ -346,10 +342,7 @@ ROWS = (
     Row("decode_attention", _decode),
     Row("rope_cache_attend", _rotating, refuses=lambda ops, call: None if all(call) else "norm and rotate apart"),
     Row("splits_chunks", _splits_chunks),
-    plain(
-        "longest_window",
-        lambda heads, kv_heads, dim, dtype: None if dtype == torch.float32 else longest_window(heads, kv_heads, dim),
-    ),
+    plain("longest_window", longest_window),
     Row("prefill_wave", lambda ops: ops.prefill.wave),
     Row("plan_prefill", lambda ops: ops.prefill.plan),
     Row("repeat_prefill", lambda ops: ops.prefill.repeated),

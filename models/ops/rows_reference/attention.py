@@ -101,9 +101,7 @@ def splits_chunks(heads: int, kv_layer: Tensor) -> bool:
     return kv_layer.device.type == "cpu"  # a captured launch cannot read lengths on the host
 
 
-def repeat_prefill(
-    page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
-) -> RepeatedPrefill | None:
+def repeat_prefill(page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedPrefill | None:
     return HostLengths() if kv_layer.device.type == "cpu" else None  # a captured launch cannot read host values
 
 
@@ -198,9 +196,9 @@ ROWS: tuple[Row, ...] = (
     plain("decode_attention", decode_attention),
     plain("window_attention", window_attention, INVARIANT),
     plain("splits_chunks", splits_chunks, INVARIANT),
-    plain("longest_window", lambda heads, kv_heads, head_dim, dtype: None, INVARIANT),
+    plain("longest_window", lambda heads, planes: None, INVARIANT),
     plain("prefill_wave", lambda heads, head_dim: (0, 0), INVARIANT),
-    plain("plan_prefill", lambda inputs, heads, kv_heads, head_dim, kv_layer: inputs, INVARIANT),
+    plain("plan_prefill", lambda inputs, heads, kv_layer: inputs, INVARIANT),
     plain("repeat_prefill", repeat_prefill, INVARIANT),
     plain("prefill_attention", prefill_attention),
     composed("mixed_attention", mixed_attention),

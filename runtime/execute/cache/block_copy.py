@@ -21,7 +21,7 @@ class _CopyKernel(Protocol):
 
 
 class BlockCopier:
-    """``layers``: PagedKV tensors [2, blocks, S, K, D] of one shape, dtype and place for good, contiguous.
+    """``layers``: tensors [planes, blocks, S, K, D] of one KvGroup, at one address for good, contiguous.
 
     Or one bank of slot state [layers, rows, *shape]: what is said of blocks holds for its rows, and of halves for
     layers.
@@ -38,7 +38,7 @@ class BlockCopier:
             self._addresses_L = torch.tensor([layer.data_ptr() for layer in layers], device=first.device)
 
     def copy(self, pairs_2C: Tensor) -> None:
-        """Blocks pairs_2C[1] get the contents of blocks pairs_2C[0], keys and values. Graph-safe.
+        """Blocks pairs_2C[1] get the contents of blocks pairs_2C[0], all planes. Graph-safe.
 
         int64 [2, C], each row contiguous, C at least 1. Only the trash block may be in both rows.
         """

@@ -28,7 +28,7 @@ class _MoveKernel(Protocol):
 
 
 class EntryMover:
-    """``layers``: PagedKV tensors [2, pages, S, K, D] of any shapes, contiguous, and of one place for good."""
+    """``layers``: tensors [2, pages, S, K, D] of any KvGroups, contiguous, at one address for good."""
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
         kinds: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}

@@ -4,7 +4,7 @@ Knows: how many blocks and slots there are, how what one holds is copied to anot
 a slot (runtime/schedule), how many fit (sizing.py), or what a layer does with its view.
 
     declared     allocated                                   row 0
-    PagedKV      a layer: [2, 1 + blocks, S, K, D]           the trash block: masked rows write there, nobody reads it
+    KvGroup      a layer: [planes, 1 + blocks, S, K, D]      the trash block: masked rows write there, no row reads it
     SlotState    a kind: [layers, 1 + slots + snapshots, *shape] a name
                                                              the null slot: rows that are not live share it
 
@@ -15,11 +15,12 @@ that is kept, restored or forked is a row that is copied to another one.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheLayout, CacheView, PagedKV, SlotState
+from models.cache_layout import CacheLayout, CacheView, SlotState
 from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.device.protocol import Device
 
@@ -44,6 +45,7 @@ class CachePool:
         self.layout = CacheLayout(())
         self.paged: list[Tensor] = []
         self.banks: list[Tensor] = []
+        self._views: list[CacheView] = []
         self._device = device
         self._block_size = block_size
         self._rows = 1 + slots + snapshots
@@ -54,17 +56,15 @@ class CachePool:
         """Caches of one more model, zeroed: what each of its layers reads and writes. Before the first step only."""
         self.layout += layout
         views: list[CacheView] = [None] * len(layout.layers)
-        for kind, _ in layout.kinds:
-            numbers = [number for number, layer in enumerate(layout.layers) if layer == kind]
-            if isinstance(kind, PagedKV):
-                shape = kind.shape(1 + self.num_blocks, self._block_size)
-                for number in numbers:
-                    views[number] = paged = self._device.zeros(*shape, dtype=kind.dtype)
-                    self.paged.append(paged)
-            else:
-                banks = self._new_banks(kind, len(numbers))
-                for index, number in enumerate(numbers):
-                    views[number] = {name: bank[index] for name, bank in banks.items()}
+        for group in layout.groups(self._block_size):
+            for number in group.layers:
+                views[number] = paged = self._device.zeros(*group.shape(1 + self.num_blocks), dtype=group.dtype)
+                self.paged.append(paged)
+        for state, numbers in layout.states:
+            banks = self._new_banks(state, len(numbers))
+            for index, number in enumerate(numbers):
+                views[number] = {name: bank[index] for name, bank in banks.items()}
+        self._views += views
         return views
 
     def _new_banks(self, kind: SlotState, layers: int) -> dict[str, Tensor]:
@@ -106,10 +106,8 @@ class CachePool:
 
     def warm_up_copies(self) -> None:
         """Once, after the last ``allocate``: prepare both copies, and run them over trash block and null slot."""
-        kinds: dict[torch.Size, list[Tensor]] = {}
-        for paged in self.paged:
-            kinds.setdefault(paged.shape, []).append(paged)
-        self._copiers = [BlockCopier(layers) for layers in kinds.values()]
+        groups = self.layout.groups(self._block_size)
+        self._copiers = [BlockCopier([cast(Tensor, self._views[n]) for n in group.layers]) for group in groups]
         self._bank_copiers = [BlockCopier([bank]) for bank in self.banks]
         trash_21 = self._device.zeros(2, 1, dtype=torch.int64)
         self._device.compute.submit(lambda: self.copy_blocks(trash_21))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.cache_layout import CacheLayout, PagedKV, SlotState
+from models.cache_layout import CacheLayout
+from models.kv_group import KvGroup
 from runtime.execute.device.protocol import MemoryInfo
 
 _GIB = 1 << 30
@@ -32,8 +33,13 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of one block in all layers; 0 where no layer is paged."""
-        return self.block_size * self.layout.bytes_per_token
+        """One block in all layers; 0 where no layer is paged."""
+        return sum(group.page_bytes for group in self.groups)
+
+    @property
+    def groups(self) -> list[KvGroup]:
+        """The paged layers; all groups have the same blocks by the same numbers."""
+        return self.layout.groups(self.block_size)
 
     @property
     def state_bytes(self) -> int:
@@ -42,14 +48,13 @@ class CacheShape:
 
     def state_lines(self) -> list[str]:
         """One line a kind of slot state."""
-        kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, SlotState)]
-        rows = 1 + self.slots
+        states, rows = self.layout.states, 1 + self.slots
         lines = [
-            f"  - state of slots               {_size(layers * rows * kind.bytes_per_slot)}  "
-            f"{layers} layers x {rows} slots x ({kind}), the null slot included"
-            for kind, layers in kinds
+            f"  - state of slots               {_size(len(layers) * rows * state.bytes_per_slot)}  "
+            f"{len(layers)} layers x {rows} slots x ({state}), the null slot included"
+            for state, layers in states
         ]
-        if self.snapshots and kinds:
+        if self.snapshots and states:
             each = self.layout.bytes_per_slot
             lines.append(
                 f"  - snapshots of state           {_size(self.snapshots * each)}  "
@@ -58,13 +63,8 @@ class CacheShape:
         return lines
 
     def block_lines(self) -> list[str]:
-        """One line a kind of paged layer."""
-        kinds = [(kind, layers) for kind, layers in self.layout.kinds if isinstance(kind, PagedKV)]
-        return [
-            f"  one block                      {_size(layers * self.block_size * kind.bytes_per_token)}  "
-            f"{layers} layers x 2 x {self.block_size} tokens x {kind}"
-            for kind, layers in kinds
-        ]
+        """One line a group."""
+        return [f"  one block                      {_size(group.page_bytes)}  {group}" for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)

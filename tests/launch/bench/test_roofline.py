@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S
 from launch.bench.roofline import Shape, decode_floor
 from launch.bench.session import SHAPES
 from models.config import ModelConfig
+from models.kv_group import KvGroup, Plane
 from tests.models.tiny_checkpoint import build
 
 PEERS = json.loads((Path(__file__).parents[3] / "docs" / "peers.json").read_text())
 FOLDERS = {"8B": "qwen3-8b", "0.6B": "qwen3-0.6b", "30B-A3B": "qwen3-30b-a3b"}
+
+
+def entries(heads: int, dim: int) -> KvGroup:
+    """One plane in one layer, bfloat16."""
+    return KvGroup((0,), (Plane("latent", heads, dim, torch.bfloat16),), 1)
 
 
 def floor_ms(shape: Shape, batch: int, ranks: int, length: float = 640) -> float:
@@ -91,11 +98,11 @@ def test_hybrid_shapes_have_their_sizes_and_states(folder: str, billions: float,
     assert shape.dense + shape.expert * shape.experts_per_token + embedding == pytest.approx(active * 1e9, rel=0.02)
     layout = model.cache_layout
     assert shape.state_bytes + 4 * shape.window_values == layout.bytes_per_slot
-    assert 4 * shape.kv_heads * shape.kv_per_head == layout.bytes_per_token
+    assert 2 * shape.kv.bytes_per_token == layout.bytes_per_token, "bfloat16, and float32"
 
 
 def test_state_is_read_and_written() -> None:
-    shape = Shape(1000, 0, 0, 0, kv_heads=2, kv_per_head=0, state_bytes=50, window_values=3)
+    shape = Shape(1000, 0, 0, 0, kv=entries(2, 0), state_bytes=50, window_values=3)
     floor = partial(decode_floor, shape, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=1e12)
     assert floor(batch=4, ranks=1).state_bytes == 4 * (2 * 50 + 2 * 3)
     assert floor(batch=4, ranks=1).seconds == pytest.approx((2000 + 424) / 100)
@@ -104,7 +111,7 @@ def test_state_is_read_and_written() -> None:
 
 
 def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
-    shape = Shape(dense=1000, expert=0, experts=0, experts_per_token=0, kv_heads=2, kv_per_head=5)
+    shape = Shape(dense=1000, expert=0, experts=0, experts_per_token=0, kv=entries(2, 5))
     floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
     one = floor(shape, batch=1, ranks=1)
     assert (one.weight_bytes, one.kv_bytes) == (2000, 2 * 10 * 2 * 5)
@@ -118,7 +125,7 @@ def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
 
 def test_groups_have_rows_of_their_own_and_share_experts() -> None:
     """Four ranks as two groups of two: what is no expert's, for the rows of the fuller group."""
-    shape = Shape(dense=1000, expert=7, experts=16, experts_per_token=2, kv_heads=4, kv_per_head=5)
+    shape = Shape(dense=1000, expert=7, experts=16, experts_per_token=2, kv=entries(4, 5))
     floor = partial(decode_floor, length=10.0, value_bytes=2, bytes_per_s=100.0, flop_per_s=1e12)
     alone = floor(shape, batch=1000, ranks=4)
     groups = floor(shape, batch=1000, ranks=4, groups=2)
@@ -128,7 +135,7 @@ def test_groups_have_rows_of_their_own_and_share_experts() -> None:
 
 
 def test_all_experts_are_read_once_many_tokens_ask() -> None:
-    shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv_heads=1, kv_per_head=0)
+    shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv=entries(1, 0))
     floor = partial(decode_floor, length=1.0, value_bytes=1, bytes_per_s=1.0, flop_per_s=1e9)
     assert floor(shape, batch=1, ranks=1).weight_bytes == pytest.approx(7 * 2)
     assert floor(shape, batch=10_000, ranks=1).weight_bytes == pytest.approx(7 * 16)

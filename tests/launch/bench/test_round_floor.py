@@ -28,13 +28,14 @@ from models.drafters.mtp_layouts import BlocksDraft
 from models.layers.context import ModelContext
 from parallel.comm.collectives import SingleRank
 from runtime.speculative_config import speculative_config
+from tests.launch.bench.test_roofline import entries
 from tests.models.drafters.tiny_drafters import dflash_config
 from tests.plant import reference_kernels
 
 ONE = Ceilings(ranks=1, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
 TWO = Ceilings(ranks=2, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
-TARGET = Shape(1000, 0, 0, 0, kv_heads=2, kv_per_head=5, state_bytes=50, window_values=3, query_values=20)
-CHAIN = DrafterShape(dense=130, head=200, shown_whole=30, shown=40, kv_heads=2, kv_per_head=5, query_values=20)
+TARGET = Shape(1000, 0, 0, 0, kv=entries(2, 5), state_bytes=50, window_values=3, query_values=20)
+CHAIN = DrafterShape(dense=130, head=200, shown_whole=30, shown=40, kv=entries(2, 5), query_values=20)
 BLOCK = replace(CHAIN, dense=100, views=(None, 4), block=True)
 
 
@@ -51,7 +52,7 @@ def test_weights_and_keys_are_read_once_for_all_tokens_of_a_window() -> None:
 
 
 def test_a_window_s_tokens_choose_experts_as_so_many_rows_do() -> None:
-    shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv_heads=1, kv_per_head=0)
+    shape = Shape(dense=0, expert=7, experts=16, experts_per_token=2, kv=entries(1, 0))
     one = target_floor(shape, ONE, batch=1, length=1, tokens=4)
     assert one.weight_bytes == target_floor(shape, ONE, batch=4, length=1).weight_bytes
     assert one.weight_bytes == pytest.approx(2 * 7 * 16 * (1 - (7 / 8) ** 4))
@@ -77,7 +78,7 @@ def test_a_block_reads_its_layers_and_the_head_once() -> None:
 
 
 def test_a_drafter_s_experts_lie_within_a_group() -> None:
-    shape = DrafterShape(dense=0, head=0, shown=0, kv_heads=1, kv_per_head=0, expert=7, experts=16, experts_per_token=2)
+    shape = DrafterShape(dense=0, head=0, shown=0, kv=entries(1, 0), expert=7, experts=16, experts_per_token=2)
     groups = Ceilings(ranks=4, value_bytes=2, bytes_per_s=100.0, flop_per_s=1e9, groups=2)
     floor = drafter_floor(shape, groups, batch=2000, length=1, guesses=3)
     assert floor.weight_bytes == pytest.approx(3 * 2 * 7 * 8), "all of a rank's eight, once a guess"

@@ -34,6 +34,7 @@ from tests.models.drafters.tiny_drafters import (
     own_mtp_config,
     write,
 )
+from tests.models.kv_layers import kv_layers
 from tests.models.tiny_checkpoint import RankOf
 from tests.models.tiny_delta import FAMILIES
 from tests.plant import Kernels, invariant_kernels, kernels_with, reference_kernels
@@ -56,7 +57,7 @@ def target(
 def paged(layout: Any, rows: int) -> tuple[list[Tensor], Tensor]:
     """A cache in which everything nobody wrote is NaN, and a page table in which no two rows share a page."""
     pages = 16
-    caches = [torch.full(kv.shape(1 + rows * pages, PAGE), float("nan")) for kv in layout.paged]
+    caches = kv_layers(layout, 1 + rows * pages, PAGE, fill=float("nan"))
     order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(1)) + 1
     return caches, order.view(rows, pages).to(torch.int32)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.expert_load import start_counting
-from models.inputs import PrefillAttention, StateRows, StateTree, empty_kv_layer
+from models.inputs import PrefillAttention, StateRows, StateTree
 from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.attention.rope_prefill import Blocks
@@ -65,6 +65,7 @@ from tests.models.kernels.rank_without_gpu import (
     play_an_h200,
     products,
 )
+from tests.models.kv_layers import empty_kv_layer
 
 
 def dense(driver: CompilingDriver) -> None:
@@ -491,7 +492,7 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
         )
         inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
         tiled = TiledPrefill(META, H200)
-        tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv_heads, dim, kv), 0.1)
+        tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv), 0.1)
 
 
 def more_same_bits(driver: CompilingDriver) -> None:
@@ -567,7 +568,7 @@ def small_gpus(driver: CompilingDriver) -> None:
     driver.where = "prefill attention, heads of 256"
     kv = empty_kv_layer(9, 64, 2, 256, torch.bfloat16, "meta")
     inputs = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
-    inputs = kernels.plan_prefill(inputs, 16, 2, 256, kv)
+    inputs = kernels.plan_prefill(inputs, 16, kv)
     kernels.prefill_attention(made(300, 16, 256), kv, inputs, 0.1)
     driver.package = "models.kernels.matmul.invariant"
     for outputs in (24576, 4096):  # K whole and in segments

@@ -69,7 +69,7 @@ def ordinary(traits: DeviceTraits = TRAITS) -> None:
         q, scale = randn(sum(case.queries), case.heads, case.dim, dtype=case.dtype), 0.3
         inputs = PrefillAttention(cache.table, case.queries, case.lengths)
         tiled = TiledPrefill(torch.device("cpu"), traits)
-        planned = tiled.plan(inputs, case.heads, case.kv_heads, case.dim, cache.kv)
+        planned = tiled.plan(inputs, case.heads, cache.kv)
         wanted = expected(case, cache, q, scale)
         check(tiled.run(q, cache.kv, inputs, planned, scale), wanted, case.dtype, case)
         for blocks in (Blocks(32, 16, 2, 4), Blocks(64, 32, 2, 4)):
@@ -88,7 +88,7 @@ def repeated() -> None:
     case = Case(4, 2, 16, 16, torch.float32, ())
     cache = Cache([120, 120, 120, 120], case.kv_heads, case.dim, case.page, case.dtype)
     tiled = TiledPrefill(torch.device("cpu"), TRAITS)
-    place = tiled.repeated(cache.table, 90, case.heads, case.kv_heads, cache.kv)
+    place = tiled.repeated(cache.table, 90, case.heads, cache.kv)
     all_q = randn(90, case.heads, case.dim, dtype=case.dtype)
     read = PrefillAttention(cache.table, (90,), (90,), place)  # as a capture has it: lengths are the plan's
     for seed in range(6):

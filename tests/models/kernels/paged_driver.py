@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.cache_layout import PagedKV
 from models.inputs import DecodeAttention, PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
+from tests.models.kv_layers import caches_of
 
 MOST_ROWS = 16  # sequences at a time, of models that keep state in slots
 
@@ -42,19 +42,7 @@ class PagedDriver:
         self.device = device
         self.page_size = page_size
         self.free = list(range(pages - 1, 0, -1))  # handed out in falling order: neighbours are not adjacent
-        self.caches: list[Tensor | dict[str, Tensor] | None] = []
-        for layer in model.cache_layout.layers:
-            if isinstance(layer, PagedKV):
-                self.caches.append(torch.zeros(layer.shape(pages, page_size), dtype=layer.dtype, device=device))
-            elif layer is not None:
-                self.caches.append(
-                    {
-                        name: torch.zeros(1 + MOST_ROWS, *shape, dtype=dtype, device=device)
-                        for name, (shape, dtype) in layer.tensors.items()
-                    }
-                )
-            else:
-                self.caches.append(None)
+        self.caches = caches_of(model.cache_layout, pages, page_size, 1 + MOST_ROWS, device)
         self.kv_layers = [cache for cache in self.caches if isinstance(cache, Tensor)]
         self._stateful = model.cache_layout.has_slot_state
 

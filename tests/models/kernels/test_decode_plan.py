@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.inputs import DecodeAttention, empty_kv_layer
+from models.inputs import DecodeAttention
+from tests.models.kv_layers import empty_kv_layer
 from tests.plant import Op, kernels_with, reference_kernels
 from tests.runtime.engine.rig import request, rig, run
 

@@ -90,8 +90,8 @@ def test_flashinfer_plans_every_step_in_flight_and_one_more(depth: int, paged: M
     kv = torch.zeros(2, 3, 16, 2, 128, dtype=torch.bfloat16)
     table = torch.ones(4, 2, dtype=torch.int32)
     prefill = paged.PagedPrefill(CPU, "fa3", depth)
-    repeated = prefill.repeated(table, 64, 4, 2, kv)
+    repeated = prefill.repeated(table, 64, 4, kv)
     for step in range(depth + 1):
-        prefill.plan(PrefillAttention(table, (5,), (5 + step,)), 4, 2, 128, kv)
+        prefill.plan(PrefillAttention(table, (5,), (5 + step,)), 4, kv)
         repeated.plan((5,), (5 + step,))
     assert len(prefill.ring) == len(repeated.ring) == ring_places(depth) > depth + 1

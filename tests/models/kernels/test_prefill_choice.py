@@ -219,11 +219,11 @@ def test_plans_are_those_of_what_was_agreed(make: Make) -> None:
     table = torch.ones(1, 2, dtype=torch.int32)
     inputs = prefill.PrefillAttention(table, (5,), (9,))
     one = make(FlashInfer())  # without an agreement: for this machine alone
-    assert one.plan(inputs, 4, 2, 128, kv).planned == "planned"
-    assert one.repeated(table, 64, 4, 2, kv) == "repeated"
+    assert one.plan(inputs, 4, kv).planned == "planned"
+    assert one.repeated(table, 64, 4, kv) == "repeated"
     ours = make(FlashInfer(), "triton")
-    assert ours.plan(inputs, 4, 2, 128, kv).planned.tiles.tolist() == [[0, 5, 4, 0]]
-    assert isinstance(ours.repeated(table, 64, 4, 2, kv), prefill.RepeatedTiles)
+    assert ours.plan(inputs, 4, kv).planned.tiles.tolist() == [[0, 5, 4, 0]]
+    assert isinstance(ours.repeated(table, 64, 4, kv), prefill.RepeatedTiles)
 
 
 def test_ranks_agree_before_the_first_prefill_is_planned() -> None:

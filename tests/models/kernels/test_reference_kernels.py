@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import DecodeAttention, PrefillAttention, empty_kv_layer
+from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.interface import Rotation
+from tests.models.kv_layers import empty_kv_layer
 from tests.plant import Kernels, invariant_kernels, reference_kernels
 
 KERNELS = reference_kernels()
@@ -119,7 +120,7 @@ def test_prefill_attention(dtype: torch.dtype) -> None:
     new, lengths, tables = [3, 1, 8, 4], [3, 9, 8, 11], [[5, 0, 0], [7, 2, 11], [19, 1, 0], [8, 9, 10]]
     q, cache = rand(sum(new), HEADS, DIM, dtype=dtype), filled_cache(dtype)
     inputs = PrefillAttention(torch.tensor(tables, dtype=torch.int32), tuple(new), tuple(lengths))
-    out = KERNELS.prefill_attention(q, cache, KERNELS.plan_prefill(inputs, HEADS, KV_HEADS, DIM, cache), 0.3)
+    out = KERNELS.prefill_attention(q, cache, KERNELS.plan_prefill(inputs, HEADS, cache), 0.3)
     rows = zip(torch.split(q, new), tables, lengths, strict=True)
     close(out, torch.cat([plain_attention(part, cache, pages, length, 0.3) for part, pages, length in rows]))
 

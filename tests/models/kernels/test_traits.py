@@ -19,6 +19,7 @@ from models.kernels.matmul.candidates import (
 )
 from models.kernels.matmul.choice_table import Gemv, LinearShape
 from models.kernels.traits import H200, traits_of
+from models.kv_group import keys_and_values
 
 CUDA = torch.device("cuda", 0)
 SIZES = (
@@ -113,8 +114,8 @@ def test_tall_tiles_have_no_more_warps_than_have_registers() -> None:
         for pairs, every_split in ((8, True), (64, False), (2048, False)):
             blocks = decode_choice._attention_blocks(pairs, query_rows, 2 * head_dim, shared, every_split=every_split)
             assert blocks[2] == warps, (heads, head_dim)
-    longest = [decode_choice.longest_window(*of) for of in ((32, 8, 128), (32, 4, 128), (24, 4, 256), (16, 2, 256))]
-    assert longest == [128, 64, 42, 32]
+    for heads, kv_heads, head_dim, most in ((32, 8, 128, 128), (32, 4, 128, 64), (24, 4, 256, 42), (16, 2, 256, 32)):
+        assert decode_choice.longest_window(heads, keys_and_values(kv_heads, head_dim, torch.bfloat16)) == most
 
 
 def test_attention_blocks_of_an_h200_are_those_that_were_measured() -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.cache_layout import SlotState
 from models.inputs import PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
 from models.registry import ARCHITECTURES
@@ -24,6 +23,7 @@ from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine
+from tests.models.kv_layers import caches_of
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, people, prompt
@@ -51,12 +51,8 @@ def on_banks(engine: Engine, slots: list[int], value: float) -> None:
 
 def whole(model: Decoder, tokens: tuple[int, ...]) -> Tensor:
     """Log-probabilities [T, V] of what follows each token, from one forward over all of them and state of its own."""
-    length, caches = len(tokens), list[object]()
-    for layer in model.cache_layout.layers:
-        if isinstance(layer, SlotState):
-            caches.append({name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in layer.tensors.items()})
-        else:
-            caches.append(None if layer is None else torch.zeros(layer.shape(2, length), dtype=layer.dtype))
+    length = len(tokens)
+    caches = caches_of(model.cache_layout, 2, length)
     positions = torch.arange(length)
     inputs = StepInputs(
         torch.tensor(tokens),

@@ -20,6 +20,7 @@ from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.schedule import reservation
 from runtime.schedule.request import Request
 from runtime.schedule.states import State
+from tests.models.kv_layers import kv_layers
 from tests.plant import reference_kernels
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
@@ -43,7 +44,7 @@ def reference(prompt: tuple[int, ...]) -> Tensor:
         kernels=reference_kernels(),
     )
     length = len(prompt)
-    caches = [torch.zeros(kv.shape(2, length)) for kv in model.cache_layout.paged]
+    caches = kv_layers(model.cache_layout, 2, length)
     positions = torch.arange(length)
     attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
     with torch.inference_mode():

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheLayout, PagedKV
+from models.cache_layout import CacheLayout
 from models.config import ModelConfig
+from models.kv_group import keys_and_values
 from models.ops.select import select_kernels
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
@@ -128,6 +129,6 @@ def take_turns(life: Life, role: DraftedDecode, depth: int) -> None:
 def test_memory_is_divided_for_both_models() -> None:
     with rig(further_roles=(DraftedDecode,), buckets=BUCKETS) as engine:
         executor = engine.executor
-        target, toy = PagedKV(2, 16, torch.float32), PagedKV(1, 8, torch.float32)
+        target, toy = keys_and_values(2, 16, torch.float32), keys_and_values(1, 8, torch.float32)
         assert executor.pool.layout == executor.sizing.shape.layout == CacheLayout((target,) * 2 + (toy,) * 3)
         assert "3 layers x 2 x 8 tokens x 1 heads x 8 x 4 B" in str(executor.sizing)

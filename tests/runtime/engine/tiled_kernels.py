@@ -22,7 +22,7 @@ def tiled_kernels(over: Kernels | None = None) -> Kernels:
 
 
 def repeat_prefill(
-    _: Op, page_table_BP: Tensor, max_tokens: int, heads: int, kv_heads: int, kv_layer: Tensor
+    _: Op, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor
 ) -> RepeatedPrefill | None:
     return RepeatedTiles(kv_layer.device, len(page_table_BP), max_tokens, TILE)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheView, SlotState
 from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.draft_head import DraftHead
@@ -39,6 +38,7 @@ from tests.models.drafters.tiny_drafters import (
     own_mtp_config,
     write,
 )
+from tests.models.kv_layers import caches_of
 from tests.models.tiny_checkpoint import full_tensors
 from tests.runtime.engine.rig import TINY
 
@@ -187,12 +187,7 @@ class OwnLayer(Drafter):
 def target_states(target: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(final-normed hidden states, features) of all tokens, computed at once over a cache of their own."""
     length = len(tokens)
-    caches: list[CacheView] = []
-    for layer in target.cache_layout.layers:
-        if isinstance(layer, SlotState):
-            caches.append({name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in layer.tensors.items()})
-        else:
-            caches.append(None if layer is None else torch.zeros(layer.shape(2, length), dtype=layer.dtype))
+    caches = caches_of(target.cache_layout, 2, length)
     place = torch.arange(length)
     attention = PrefillAttention(torch.ones(1, 1, dtype=torch.int32), (length,), (length,))
     tap = LayerTap((0, 1))

@@ -69,10 +69,9 @@ def declared() -> Iterator[Declared]:
         with torch.device("meta"):
             context = ModelContext(SingleRank(), reference_ops(), config.dtype)
             model = model_class(config.architecture)(config, context)
-        for kind, layers in model.cache_layout.kinds:
-            if isinstance(kind, SlotState):
-                mixer = next(one for one in model.slot_mixers.values() if one.cache == kind)
-                yield Declared(path.parent.name, layers, mixer, kind, config.dtype.itemsize)
+        for state, layers in model.cache_layout.states:
+            mixer = next(one for one in model.slot_mixers.values() if one.cache == state)
+            yield Declared(path.parent.name, len(layers), mixer, state, config.dtype.itemsize)
 
 
 def bank_table() -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheLayout, PagedKV, SlotState
+from models.cache_layout import CacheLayout, SlotState
+from models.kv_group import keys_and_values
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.cpu_twin import TwinDevice
 
-ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+ATTENTION = keys_and_values(2, 64, torch.bfloat16)
 STATE = SlotState({"conv": ((6, 3), torch.bfloat16), "recurrent": ((2, 4, 4), torch.float32)})
 OTHER = SlotState({"recurrent": ((5,), torch.float64)})
 LAYOUT = CacheLayout((STATE, ATTENTION, OTHER, STATE, None, ATTENTION))
@@ -54,7 +55,7 @@ def test_reset_clears_those_slots_in_every_layer_and_nothing_else() -> None:
 
 def test_blocks_are_copied_in_every_layer_and_states_in_every_bank() -> None:
     """Rows 4 and 5 are snapshots."""
-    other = PagedKV(kv_heads=1, head_dim=6, dtype=torch.float32)
+    other = keys_and_values(1, 6, torch.float32)
     with TwinDevice() as device:
         pool = CachePool(device, block_size=4, blocks=9, slots=3, snapshots=2)
         pool.allocate(CacheLayout((STATE, ATTENTION, other)))

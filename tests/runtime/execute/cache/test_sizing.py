@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.cache_layout import CacheLayout, PagedKV, SlotState
+from models.cache_layout import CacheLayout, SlotState
+from models.kv_group import keys_and_values
 from runtime.execute.cache.sizing import (
     CacheMemoryError,
     CacheShape,
@@ -19,7 +20,7 @@ from runtime.execute.cache.sizing import (
 )
 from runtime.execute.device.protocol import MemoryInfo
 
-ATTENTION = PagedKV(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+ATTENTION = keys_and_values(2, 64, torch.bfloat16)
 SHAPE = CacheShape(CacheLayout((ATTENTION,) * 4), block_size=16, slots=8)
 BLOCK = 4 * 2 * 16 * 2 * 64 * 2
 
@@ -130,7 +131,7 @@ def test_given_blocks_that_do_not_fit_are_refused_with_both_numbers() -> None:
 STATE = SlotState({"conv": ((24, 3), torch.bfloat16), "recurrent": ((4, 16, 16), torch.float32)})
 SLOT = 24 * 3 * 2 + 4 * 16 * 16 * 4
 HYBRID = CacheShape(
-    CacheLayout((STATE, STATE, STATE, ATTENTION, None, PagedKV(1, 32, torch.float32))),
+    CacheLayout((STATE, STATE, STATE, ATTENTION, None, keys_and_values(1, 32, torch.float32))),
     block_size=16,
     slots=8,
 )
