@@ -52,9 +52,8 @@ class _NvidiaOps(TableOps):
 
 class NvidiaOps(_NvidiaOps):
     """The fastest ops. ``choices`` overrules the shipped choice table. ``prefill``: which prefill attention to run.
-    ``flashinfer``: FlashInfer's environment variables. ``balanced``: decode attention takes splits from a work list;
-    without, every row of a step is split alike, to compare the two. ``depth``: steps in flight besides the one that
-    lands next, for which FlashInfer's plans have places.
+    ``flashinfer``: FlashInfer's environment variables. ``depth``: steps in flight besides the one that lands next, for
+    which FlashInfer's plans have places.
 
     Takes about 0.6 GiB of device memory for workspaces. Raises RuntimeError on a device ``unsupported`` refuses.
     """
@@ -68,13 +67,11 @@ class NvidiaOps(_NvidiaOps):
         choices: ChoiceTable | None = None,
         prefill: PrefillWanted = "auto",
         flashinfer: FlashInferSwitches = NO_SWITCHES,
-        balanced: bool = True,
         depth: int = 2,
     ) -> None:
         super().__init__(device)
         self.matmul = TunedProducts(self.device, self.traits, choices)
         self.prefill = Prefill(self.device, prefill, self.traits, flashinfer, depth)
-        self.balanced = balanced
         self.bind()
 
     def bind(self) -> None:
@@ -85,7 +82,7 @@ class NvidiaOps(_NvidiaOps):
     def decode_choice(self) -> DecodeChoice:
         """By the table of choices as it is now: ``forget`` what was bound to an earlier one."""
         choices = self.matmul.choices.attention
-        return DecodeChoice(self.traits, self.pdl, self.balanced, choices, self.attention_sums.numel())
+        return DecodeChoice(self.traits, self.pdl, choices, self.attention_sums.numel())
 
     def tune_seen(self, folder: Path | None, share: Callable[[Callable[[], str]], str]) -> int:
         measured = self.matmul.tune_seen(folder, share)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode, decode_balanced, decode_window
+from models.kernels.attention import decode, decode_list, decode_window
 from models.kernels.attention.decode_choice import window_programs
 from models.kernels.attention.decode_work import DecodeWork, choose_rule, plan_decode, workspace_floats
 from models.kernels.interface import Rotation
@@ -53,7 +53,7 @@ Attend = Callable[[Tensor, Tensor], Tensor]  # queries, a layer's keys and value
 
 
 class Form(NamedTuple):
-    """A launch of the grid. ``kernel``: "windows" (decode_window.py), "list" (decode_balanced.py) or
+    """A launch of the grid. ``kernel``: "windows" (decode_window.py), "list" (decode_list.py by pointers) or
     "every split" (decode.py, ``programs`` 0). ``apart``: merged in a launch of its own."""
 
     kernel: str
@@ -129,8 +129,8 @@ class Windows:
         how: dict[str, Any] = {"stages": one.stages, "warps": one.warps, "programs": programs, "pdl": True}
         if one.kernel == "windows":
             return lambda q, layer: decode_window.attend_windows(q, layer, self.inputs, work, *rest, **how)
-        return lambda q, layer: decode_balanced.attend_list(
-            q, self.heads, layer, self.inputs, work, *rest, block_n=BLOCK, **how
+        return lambda q, layer: decode_list.attend_list(
+            q, self.heads, layer, self.inputs, work, *rest, tma=False, block_n=BLOCK, **how
         )
 
 

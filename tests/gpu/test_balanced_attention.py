@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.gpu.test_kernels import ALL, ATTENTION, DEVICE, HALF, Case, captured,
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.attention import decode_balanced, decode_balanced_tma, decode_work
+    from models.kernels.attention import decode_list, decode_work
     from models.kernels.attention.decode_work import SplitRule
     from models.kernels.interface import Rotation
     from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
@@ -138,7 +139,7 @@ def test_bits_depend_on_nobody_else(kernels: Nvidia, tma: bool, programs: int) -
     rows, heads, kv_heads, dim, dtype = 24, 32, 8, 128, torch.bfloat16
     made = Case(rows, heads, kv_heads, dim, 64, 6000, dtype)
     q = randn(rows, heads, dim, dtype=dtype)
-    attend = decode_balanced_tma.attend_list_tma if tma else decode_balanced.attend_list
+    attend = partial(decode_list.attend_list, tma=tma)
     rule = SplitRule(64, 2, 256, 24)
 
     def row_0(lengths: list[int], by: int) -> Tensor:
@@ -167,7 +168,7 @@ def test_programs_with_several_splits_of_unlike_rows(kernels: Nvidia, tma: bool,
     made = Case(rows, heads, kv_heads, dim, 64, 2000, dtype)
     made.set_lengths([random.Random(row).randint(1, 2000) for row in range(rows - 3)] + [539, 883, 182])
     q = randn(rows, heads, dim, dtype=dtype)
-    attend = decode_balanced_tma.attend_list_tma if tma else decode_balanced.attend_list
+    attend = partial(decode_list.attend_list, tma=tma)
     for longest in (128, 256):
         work = decode_work.plan_decode(made.inputs, SplitRule(32, 1, longest, 16), pdl=False)
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from tests.gpu.untyped import Stream
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.attention.decode_tma import attend_many
+    from models.kernels.attention.decode_list import attend_list
+    from models.kernels.attention.decode_work import SplitRule, plan_decode
     from models.kernels.interface import Rotation
     from models.kernels.matmul import candidates as product_candidates
     from models.kernels.matmul import choice_table, skinny
@@ -500,17 +500,24 @@ def test_many_rows_give_the_same_bits_every_time(kernels: Nvidia, warps: int) ->
     norms = randn(dim, dtype=dtype), randn(dim, dtype=dtype)
     turn = Rotation(*norms, 1e-6, made.cos_sin, made.last_positions, made.last_slots)
     stale = made.kv.clone()
-    launch = partial(attend_many, block_n=32, stages=3, warps=warps, pdl=kernels.pdl)
+    work = plan_decode(made.inputs, SplitRule(32, 1, 1024, 1), pdl=False)
+    memory = kernels.attention_sums, kernels.attention_counters
+    how = {"tma": True, "block_n": 32, "stages": 3, "programs": rows * kv_heads, "pdl": kernels.pdl}
+
+    def launch(qkv: Tensor, heads: int, kv: Tensor, rotation: Rotation | None = None) -> Tensor:
+        torch.cuda.synchronize()  # attention may read the list before its predecessor ends
+        return attend_list(qkv, heads, kv, made.inputs, work, dim**-0.5, *memory, rotation=rotation, warps=warps, **how)
+
     found = []
     for _ in range(50):
         made.kv.copy_(stale)  # with what was there before the newest keys
-        found.append(launch(qkv, heads, made.kv, made.inputs, dim**-0.5, rotation=turn))
+        found.append(launch(qkv, heads, made.kv, turn))
     assert all(torch.equal(one, found[0]) for one in found)
     q = kernels.rope_and_cache(qkv, heads, stale, turn)
-    alone = launch(q, heads, stale, made.inputs, dim**-0.5)
+    alone = launch(q, heads, stale)
     off = (alone - found[0]).float().norm() / alone.float().norm()
     assert off < 2e-3, "q rounds elsewhere now and then; a key of the step before would be off by far more"
-    assert not torch.equal(launch(q, heads, made.kv * 1.01, made.inputs, dim**-0.5), alone)
+    assert not torch.equal(launch(q, heads, made.kv * 1.01), alone)
 
 
 def test_a_row_without_tokens_gives_a_finite_result(kernels: Nvidia) -> None:

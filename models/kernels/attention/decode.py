@@ -2,7 +2,7 @@
 
 Knows: flash-decoding over the NHD pages [2, pages, S, K, D] for query_len causal tokens a row (Dao et al. 2023,
 "Flash-Decoding"). Does not know: how a query is made (query.py), how splits are merged (decode_merge.py), when
-decode_balanced.py or decode_tma.py is faster (decode_choice.py).
+decode_list.py is faster (decode_choice.py).
 
 A program is (row, kv head, split), and there are as many splits as the longest row could need. Splits divide the row's
 *live* length, which is read on the device, so the same captured launch balances any length; programs behind a row's

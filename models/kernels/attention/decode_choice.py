@@ -1,8 +1,8 @@
 """Which launch decode attention gets: keys a block, stages and warps, splits of a row, by TMA or not, merged how.
 
 Knows: what was measured on an H200 (docs/lab/measurements/attention.md), tables of choices for other shapes and
-GPUs, and how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_tma.py,
-decode_balanced.py, decode_balanced_tma.py, decode_window.py), or who launches them (models/ops/rows_nvidia).
+GPUs, and how much of it fits a device. Does not know: what the kernels compute (decode.py, decode_list.py,
+decode_window.py), or who launches them (models/ops/rows_nvidia).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.attention import decode_tma, decode_window
+from models.kernels.attention import decode_window
+from models.kernels.attention.decode_list import supports_tma
 from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, nearest_variant
 from models.kernels.attention.decode_work import (
     ANY_LENGTH,
@@ -69,7 +70,7 @@ class _SingleTokens(NamedTuple):
 
 class WindowLaunch(NamedTuple):
     """How windows over a list are launched. ``tma``: by decode_window.py, with ``stages`` and ``warps``; else by
-    pointers (decode_balanced.py), with those of ``DecodeChoice.variant``. ``programs``: of a multiprocessor.
+    pointers (decode_list.py), with those of ``DecodeChoice.variant``. ``programs``: of a multiprocessor.
     ``fewest``, ``longest`` and ``most``: of the rule by which rows are split."""
 
     tma: bool
@@ -95,29 +96,28 @@ _SINGLE_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """For one device. ``pdl``: it has dependent launches, and with them TMA. ``balanced``: rows of different lengths
-    are split by a rule or a list; without, all alike. ``variants``: measured ones, by shape. ``room``: floats of
-    workspace for partial results.
+    """For one device. ``pdl``: it has dependent launches, and with them TMA. ``variants``: measured ones, by shape.
+    ``room``: floats of workspace for partial results.
     """
 
     traits: DeviceTraits
     pdl: bool
-    balanced: bool
     variants: Mapping[str, DecodeVariant]
     room: int
 
-    def variant(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[bool, tuple[int, int, int]]:
-        """Whether TMA serves these best, and (keys a block, stages, warps)."""
+    def variant(
+        self, inputs: DecodeAttention, heads: int, kv_layer: Tensor, *, listed: bool = True
+    ) -> tuple[bool, tuple[int, int, int]]:
+        """Whether TMA serves these best, which only a list has, and (keys a block, stages, warps)."""
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
         query_rows = heads // kv_heads * inputs.query_len
         tuned = nearest_variant(self.variants, DecodeShape(rows * kv_heads, query_rows, head_dim, kv_layer.dtype))
         pairs = rows * kv_heads
-        every_split = self.balanced and self.without_list(inputs, heads, kv_layer)
-        by_tma = _by_tma(pairs, self.balanced, inputs.query_len) if tuned is None else tuned.tma
-        by_tma = by_tma and inputs.tree_BQ is None  # those kernels mask by position alone
-        if self.pdl and by_tma and not every_split:  # the same GPUs have TMA and dependent launches
+        every_split = self.without_list(inputs, heads, kv_layer)
+        by_tma = _by_tma(pairs, inputs.query_len) if tuned is None else tuned.tma
+        if self.pdl and by_tma and listed and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
-            if decode_tma.supports(heads, kv_layer, inputs, blocks[0]):
+            if supports_tma(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * kv_layer.element_size()
         shared = self.traits.shared_bytes - _SHARED_RESERVE
@@ -132,7 +132,7 @@ class DecodeChoice:
 
     def window(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> WindowLaunch | None:
         """How windows over a list are launched; None where every split is a program, or others serve."""
-        if not (self.pdl and self.balanced) or inputs.query_len == 1:
+        if not self.pdl or inputs.query_len == 1:
             return None
         if not decode_window.supports(heads, kv_layer, inputs, _WINDOW_BLOCK):
             return None
@@ -152,7 +152,7 @@ class DecodeChoice:
             return False
         rows, kv_heads = inputs.kv_lengths_B.shape[0], kv_layer.shape[3]
         enough, (pairs, many_rows) = _LIST_PAIRS, _LIST_PAIRS_OF_ROWS
-        if inputs.query_len == 1 and self.pdl and decode_tma.supports(heads, kv_layer, inputs, _TMA_BLOCK):
+        if inputs.query_len == 1 and self.pdl and supports_tma(heads, kv_layer, inputs, _TMA_BLOCK):
             enough = pairs if rows >= many_rows else _LIST_PAIRS_ALONE
         return rows * kv_heads < enough
 
@@ -168,8 +168,6 @@ class DecodeChoice:
         every_split = self.without_list(inputs, heads, kv_layer)
         if window is not None:
             block_n, fewest, longest, splits = _WINDOW_BLOCK, window.fewest, window.longest, window.most
-        elif not self.balanced:
-            longest = ANY_LENGTH
         elif every_split and _few_windows(pairs, tall, head_dim):
             fewest, longest = _WINDOW_SPLITS, _LONGEST_OF_WINDOW
             splits = _most_of_window(pairs, _merged_apart(pairs, tall, head_dim))
@@ -209,7 +207,7 @@ class DecodeChoice:
 
     def merges_apart(self, pairs: int, query_rows: int, head_dim: int) -> bool:
         """Whether splits of these rows are merged by a launch of its own; asked where each split is a program."""
-        return self.balanced and _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
+        return _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
 
 
 def longest_window(heads: int, planes: Planes) -> int | None:
@@ -296,11 +294,9 @@ def _fewest_splits(pairs: int, query_rows: int, multiprocessors: int) -> int:
     return min(max(wanted, 4), 64 if pairs < 8 else 16 if query_rows < 64 else 8)
 
 
-def _by_tma(pairs: int, listed: bool, query_len: int) -> bool:
-    """Where TMA was faster on an H200, or drew less power; of single tokens over a list everywhere."""
-    if query_len == 1 and listed:
-        return True
-    return pairs >= _MANY_PAIRS or (listed and _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS)
+def _by_tma(pairs: int, query_len: int) -> bool:
+    """Where TMA was faster over a list on an H200, or drew less power; of single tokens everywhere."""
+    return query_len == 1 or pairs >= _MANY_PAIRS or _LIST_PAIRS <= pairs < 2 * _LIST_PAIRS
 
 
 def _longest_by_tma(pairs: int, query_len: int) -> int:
@@ -317,7 +313,7 @@ def _warps_by_tma(inputs: DecodeAttention, pairs: int) -> int:
 
 
 def _tma_blocks(query_rows: int, warps: int = 1) -> tuple[int, int, int]:
-    """(keys a block, stages, warps) of decode_tma.py and decode_balanced_tma.py: the fastest layers on an H200."""
+    """(keys a block, stages, warps) of decode_list.py by TMA: the fastest layers on an H200."""
     return _TMA_BLOCK, 3, warps if query_rows <= 8 else 2
 
 

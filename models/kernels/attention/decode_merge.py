@@ -1,7 +1,7 @@
 """The back of the decode attention kernels: where a unit's result goes, and how the splits of a row become one.
 
 Knows: the next unit of a program's share of the work list, partial results in the workspace, counters.
-Does not know: scores (decode.py, decode_balanced.py, decode_balanced_tma.py), how the list was made (decode_work.py).
+Does not know: scores (decode.py, decode_list.py), how the list was made (decode_work.py).
 
 A row with one split is written at once. Of a row with more, the last program to finish a group of FAN splits merges
 them in split order; where there are several groups, the last program to finish one merges the groups in their order.

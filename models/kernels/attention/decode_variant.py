@@ -1,7 +1,7 @@
 """How decode attention is launched, as tables of choices say it: which kernel, how many keys a block, stages, warps.
 
 Knows: which measured shape stands in for one that was not measured. Does not know: what is launched where no table has
-an answer (decode_choice.py), the kernels (decode.py, decode_tma.py), or which variant is the fastest.
+an answer (decode_choice.py), the kernels (decode.py, decode_list.py), or which variant is the fastest.
 """
 
 from __future__ import annotations

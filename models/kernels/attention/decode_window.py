@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.inputs import DecodeAttention
+from models.kernels.attention.decode_list import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_merge import finish_unit, unit_of
-from models.kernels.attention.decode_tma import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import LOG2_E, block_to_l2, nodes_seen, power_of_two_above, seen_in_tree
 
@@ -170,7 +170,7 @@ def attend_windows(
     programs: int,
     pdl: bool,
 ) -> Tensor:
-    """decode_balanced.attend_list for what ``supports`` accepts: query_len tokens of each row, rotated before. A block
+    """decode_list.attend_list for what ``supports`` accepts: query_len tokens of each row, rotated before. A block
     of keys is that of the list's rule."""
     _, _, page, kv_heads, head_dim = kv_layer.shape
     (tokens, heads, _), rows, most = q_THD.shape, inputs.kv_lengths_B.shape[0], work.rule.most

@@ -1,7 +1,7 @@
 """The work list of decode attention: which splits of which rows a step has, made on the device once a step.
 
 Knows: how a row is divided (by its bucket and its own length, nothing else), and in which order splits are begun.
-Does not know: keys or queries; which program takes which split (decode_balanced.py, decode_balanced_tma.py).
+Does not know: keys or queries; which program takes which split (decode_list.py).
 
 A captured launch has a fixed number of programs, but rows of any length. If each row had programs of its own, the
 longest row of a step would decide how long attention takes. So a small kernel writes a list of all splits of all rows,

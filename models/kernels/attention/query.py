@@ -2,7 +2,7 @@
 
 Knows: packed qkv (q heads | k heads | v heads), norm and rotation of its heads (rope_decode.py), the NHD pages
 [2, pages, S, K, D], and what the predecessor launch did not write. Does not know: scores, how keys are divided between
-programs (decode.py, decode_tma.py).
+programs (decode.py, decode_list.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -1,7 +1,7 @@
 """Rows of attention on NVIDIA GPUs: rotation and cache write, decode and windows, prompts.
 
 Knows: which kernel takes which call, and its launch. Does not know: what is fastest (decode_choice.py,
-prefill_choice.py). ``ops`` has ``pdl``, ``traits``, ``balanced``, ``decode_choice``, ``prefill`` (a Prefill) and
+prefill_choice.py). ``ops`` has ``pdl``, ``traits``, ``decode_choice``, ``prefill`` (a Prefill) and
 workspaces: ``attention_sums`` float32 of partial results, and ``attention_counters``.
 """
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels.attention import (
     decode,
-    decode_balanced,
-    decode_balanced_tma,
-    decode_tma,
+    decode_list,
     decode_window,
     decode_work,
     invariant,
@@ -182,9 +180,8 @@ def _windows(ops: Any, call: AttendCall) -> Run:
     )
 
 
-def _no_list(ops: Any, call: AttendCall, *, by_tma: bool) -> str | None:
-    served = _list_of(ops, call) is not None and ops.decode_choice.variant(*call.step)[0] == by_tma
-    return _tall(call) or (None if served else "no list of splits")
+def _no_list(ops: Any, call: AttendCall) -> str | None:
+    return _tall(call) or (None if _list_of(ops, call) is not None else "no list of splits")
 
 
 def _list(ops: Any, call: AttendCall) -> Run:
@@ -196,25 +193,12 @@ def _list(ops: Any, call: AttendCall) -> Run:
     else:
         each = programs_each(call.inputs, kv_heads, by_tma)
         programs = programs_of(call.inputs, kv_heads, rule, multiprocessors, each)
-    attend: Run = decode_balanced_tma.attend_list_tma if by_tma else decode_balanced.attend_list
-    launch = {"block_n": min(block_n, rule.block), "stages": stages, "warps": warps, "programs": programs}
-    attend = partial(attend, pdl=ops.pdl, **launch)
+    block_n = min(block_n, rule.block)
+    launch = {"tma": by_tma, "block_n": block_n, "stages": stages, "warps": warps, "programs": programs, "pdl": ops.pdl}
+    attend = partial(decode_list.attend_list, **launch)
     memory = ops.attention_sums, ops.attention_counters
     return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: attend(
         q_TX, heads, kv_layer, inputs, inputs.work, scale, *memory, rotation=rotation, out_THD=out_THD
-    )
-
-
-def _not_many(ops: Any, call: AttendCall) -> str | None:
-    plain = call.inputs.starts_B is None and call.inputs.work is None and call.out_THD is None
-    return _tall(call) or (None if plain and ops.decode_choice.variant(*call.step)[0] else "no keys by TMA")
-
-
-def _many(ops: Any, call: AttendCall) -> Run:
-    _, (block_n, stages, warps) = ops.decode_choice.variant(*call.step)
-    launch = {"block_n": block_n, "stages": stages, "warps": warps, "pdl": ops.pdl}
-    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: decode_tma.attend_many(
-        q_TX, heads, kv_layer, inputs, scale, rotation=rotation, **launch
     )
 
 
@@ -225,7 +209,7 @@ def _ragged(ops: Any, call: AttendCall) -> str | None:
 def _splits(ops: Any, call: AttendCall) -> Run:
     choice, work = ops.decode_choice, call.inputs.work
     rule = work if isinstance(work, SplitRule) and _fits(ops, call, work) else choice.rule(*call.step)
-    _, (_, stages, warps) = choice.variant(*call.step)
+    _, (_, stages, warps) = choice.variant(*call.step, listed=False)
     *_, kv_heads, head_dim = call.kv_layer.shape
     apart = choice.merges_apart(len(call.inputs.kv_lengths_B) * kv_heads, call.query_rows, head_dim)
     launch = {"stages": stages, "warps": warps, "apart": apart, "pdl": ops.pdl}
@@ -263,7 +247,7 @@ def _rotating_call(
 def _splits_chunks(ops: Any) -> Run:
     def splits_chunks(heads: int, kv_layer: Tensor) -> bool:
         few = heads // kv_layer.shape[3] * PIECE <= MOST_FLOAT32_ROWS
-        return ops.balanced and (kv_layer.dtype != torch.float32 or few)
+        return kv_layer.dtype != torch.float32 or few
 
     return splits_chunks
 
@@ -332,11 +316,9 @@ def _require_head_dim(kv_layer: Tensor) -> None:
 ROWS = (
     Row("rope_and_cache", with_pdl(rope_prefill.rope_and_cache), refuses=_few),
     Row("rope_and_cache", with_pdl(rope_decode.rope_and_cache), refuses=_uneven),
-    Row("plan_decode", _plan, refuses=lambda ops, call: None if ops.balanced else "all rows are split alike"),
+    Row("plan_decode", _plan),
     Row("attend", _windows, refuses=_no_window),
-    Row("attend", _list, refuses=partial(_no_list, by_tma=True)),
-    Row("attend", _list, refuses=partial(_no_list, by_tma=False)),
-    Row("attend", _many, refuses=_not_many),
+    Row("attend", _list, refuses=_no_list),
     Row("attend", _splits, refuses=_ragged),
     Row("attend", _attend_in_torch, fallback="torch_attention"),
     Row("decode_attention", _decode),

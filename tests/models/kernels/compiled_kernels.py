@@ -73,8 +73,6 @@ def dense(driver: CompilingDriver) -> None:
     rank = Rank(driver, "8b")
     for bucket in (1, 32, 128):
         rank.decode(bucket)
-    for bucket in (1, 128):
-        Rank(driver, "8b", balanced=False).decode(bucket)
     rank.decode(32, SAMPLING[-1])
     rank.decode(32, EDITED)
     for tokens in (MOST_PREFILL, 255):  # the rotation has a form of its own for many tokens

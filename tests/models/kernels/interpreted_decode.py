@@ -24,9 +24,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention
 from models.kernels.attention import (
     decode,
-    decode_balanced,
-    decode_balanced_tma,
-    decode_tma,
+    decode_list,
     decode_window,
     decode_work,
 )
@@ -38,8 +36,8 @@ from tests.models.kernels.nvidia_kernels import Nvidia, check_counters
 from tests.models.kernels.quick_interpreter import ALL
 
 VARIANTS: tuple[Callable[..., Tensor], ...] = (
-    partial(decode_balanced.attend_list, stages=2, warps=4, pdl=False),
-    partial(decode_balanced_tma.attend_list_tma, stages=2, warps=4, pdl=False),
+    partial(decode_list.attend_list, tma=False, stages=2, warps=4, pdl=False),
+    partial(decode_list.attend_list, tma=True, stages=2, warps=4, pdl=False),
 )
 
 
@@ -97,7 +95,7 @@ def attend(
 def variants_for(heads: int, cache: Cache, query_len: int) -> tuple[Callable[..., Tensor], ...]:
     """Without a GPU, TMA takes float32 too."""
     half = cache.kv.half() if cache.kv.dtype == torch.float32 else cache.kv
-    found = VARIANTS[: 1 + decode_tma.supports(heads, half, cache.inputs(query_len), 16)]
+    found = VARIANTS[: 1 + decode_list.supports_tma(heads, half, cache.inputs(query_len), 16)]
     return (*found, windows_by_tma) if decode_window.supports(heads, half, cache.inputs(query_len), 16) else found
 
 
@@ -459,9 +457,6 @@ def chosen(kernels: Nvidia) -> None:
         check(kernels.decode_attention(q, cache.kv, inputs, dim**-0.5), expected, dtype, ("chosen", heads, dim))
     large = dataclasses.replace(inputs, work=work_of(inputs, SplitRule(16, 1, 16, 60_000)))
     check(kernels.decode_attention(q, cache.kv, large, dim**-0.5), expected, dtype, "without room for the list")
-    kernels.balanced = False
-    kernels.forget()
-    assert kernels.plan_decode(cache.inputs(query_len), heads, cache.kv).work is None
     check_counters(kernels)
 
 

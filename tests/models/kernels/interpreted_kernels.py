@@ -14,7 +14,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
-from models.kernels.attention import decode, decode_tma
+from models.kernels.attention import decode
 from models.kernels.attention.decode_work import even_rule
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates
@@ -167,12 +166,7 @@ class Cache:
         return DecodeAttention(self.table, self.lengths, query_len, self.table.shape[1] * self.page)
 
 
-# Of the form whose choice needs a GPU.
-many_rows = partial(decode_tma.attend_many, block_n=16, stages=2, warps=4, pdl=False)
-
-
 def attention(kernels: Nvidia) -> None:
-    by_tma = 0
     for heads, kv_heads, dim, page, query_len, dtype in (
         (4, 2, 16, 16, 1, torch.float32),
         (8, 2, 64, 16, 1, torch.float16),
@@ -204,18 +198,12 @@ def attention(kernels: Nvidia) -> None:
                 pdl=False,
             )
             check(found, expected, dtype, (*what, block_n, splits))
-        if decode_tma.supports(heads, cache.kv, cache.inputs(query_len), 16):
-            found = many_rows(q, heads, cache.kv, cache.inputs(query_len), dim**-0.5)
-            check(found, expected, dtype, (*what, "many rows"))
-            by_tma += 1
-    assert by_tma == 3
     check_counters(kernels)
 
 
 def blocks(kernels: Nvidia) -> None:
     """Blocks that see all of themselves, with and without a plan, by TMA and not; blocks that do not; the bits of a
     block that sees itself are those of one token with as many heads."""
-    by_tma = 0
     for heads, kv_heads, dim, page, block, dtype in (
         (4, 2, 16, 16, 4, torch.float32),
         (8, 2, 64, 16, 4, torch.float16),
@@ -229,14 +217,10 @@ def blocks(kernels: Nvidia) -> None:
             for planned in (asked, kernels.plan_decode(asked, heads, cache.kv)):
                 found = kernels.decode_attention(q, cache.kv, planned, scale)
                 check(found, expected, dtype, ("block", heads, dim, block, causal))
-            if decode_tma.supports(heads, cache.kv, asked, 16):
-                check(many_rows(q, heads, cache.kv, asked, scale), expected, dtype, ("block by TMA", heads, causal))
-                by_tma += 1
         wide = q.view(3, block, kv_heads, -1, dim).transpose(1, 2).reshape(3, block * heads, dim)
         one = kernels.plan_decode(cache.inputs(1), block * heads, cache.kv)
         whole = kernels.decode_attention(wide, cache.kv, one, scale)
         assert torch.equal(found, whole.view(3, kv_heads, block, -1, dim).transpose(1, 2).reshape(q.shape))
-    assert by_tma == 2
     check_counters(kernels)
 
 
@@ -255,7 +239,7 @@ def rotation(kernels: Nvidia) -> None:
         q_norm, k_norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
         angles = torch.randn(64, rotary)
         turn = Rotation(q_norm, k_norm, 1e-6, angles, positions, slots)
-        written, alone, folded, many = (cache.kv.clone() for _ in range(4))
+        written, alone, folded = (cache.kv.clone() for _ in range(3))
         q = REFERENCE.rope_and_cache(qkv, heads, written, turn)
         check(kernels.rope_and_cache(qkv, heads, alone, turn), q, dtype, ("rotation", heads, dim))
         without = cache.kv.clone()
@@ -269,11 +253,7 @@ def rotation(kernels: Nvidia) -> None:
         check(
             kernels.rope_cache_attend(qkv, heads, folded, turn, inputs, scale), expected, dtype, ("folded", heads, dim)
         )
-        if decode_tma.supports(heads, many, inputs, 16):
-            check(many_rows(qkv, heads, many, inputs, scale, rotation=turn), expected, dtype, ("many rows", heads, dim))
-        else:
-            kernels.rope_cache_attend(qkv, heads, many, turn, inputs, scale)
-        for kv in (alone, folded, many):
+        for kv in (alone, folded):
             check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
             assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
 

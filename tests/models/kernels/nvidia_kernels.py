@@ -34,7 +34,7 @@ def invariant_nvidia_kernels(device: torch.device | str) -> InvariantNvidia:
 def nvidia_kernels_on_cpu(matmul: Any = None, *, traits: DeviceTraits = H200) -> Nvidia:
     """Without a GPU, FlashInfer and dependent launches. Products go to ``matmul``. Workspaces begin as NaN."""
     made = object.__new__(Nvidia)
-    made.device, made.traits, made.pdl, made.balanced = CPU, traits, False, True
+    made.device, made.traits, made.pdl = CPU, traits, False
     made.matmul = Mock(slower={}) if matmul is None else matmul
     made.prefill = Prefill(CPU, "triton", traits)
     made.attention_sums = torch.full((1 << 20,), math.nan)

@@ -155,7 +155,6 @@ class Rank:
         tp: int = 1,
         ep: bool = False,
         dtype: torch.dtype = torch.bfloat16,
-        balanced: bool = True,
         same_bits: bool = False,
         layers: int = 2,
     ) -> None:
@@ -164,7 +163,7 @@ class Rank:
         config = dataclasses.replace(config, layers=layers, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
-        self.kernels: Kernels = nvidia_kernels(META, prefill="triton", balanced=balanced)
+        self.kernels: Kernels = nvidia_kernels(META, prefill="triton")
         if same_bits:
             self._name = f"deterministic {self._name}"
             self.kernels = invariant_nvidia_kernels(META)

@@ -53,7 +53,7 @@ def test_a_variant_of_the_table_is_what_runs_where_it_fits() -> None:
 
     def launched(variant: DecodeVariant | None, head_dim: int = 128) -> tuple[bool, tuple[int, int, int]]:
         shape = DecodeShape(rows * kv_heads, heads // kv_heads, head_dim, torch.bfloat16)
-        choice = DecodeChoice(H200, True, False, {} if variant is None else {shape.key: variant}, 0)
+        choice = DecodeChoice(H200, True, {} if variant is None else {shape.key: variant}, 0)
         cache = torch.empty(2, 1, 64, kv_heads, head_dim, dtype=torch.bfloat16)
         return choice.variant(inputs, heads, cache)
 

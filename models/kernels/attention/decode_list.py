@@ -1,0 +1,391 @@
+"""Paged decode attention over a work list: rows of any lengths keep all multiprocessors busy until the end.
+
+Knows: flash-decoding (Dao et al. 2023) of one split of one row and kv head, with keys and values loaded through
+pointers, or by the tensor memory accelerator (TMA; sm_90 and later). Does not know: how a query is made (query.py), how
+rows are split and ordered (decode_work.py), how splits are merged (decode_merge.py), which of the two is better
+(decode_choice.py).
+
+The grid is fixed and one-dimensional: a program takes every so-manieth item (unit of the list, kv head), in most steps
+one. Programs without an item leave at once. The GPU starts programs in order, so the largest splits begin first.
+
+TMA is made to save energy (docs/decisions/0010): with a thousand pairs or more of row and kv head, memory bandwidth is
+saturated and the step runs into the GPU's power limit, so a kernel that draws less leaves a higher clock to the GEMMs
+around it. Hence:
+
+* Scores are keys x queries: a group of up to 8 query heads is padded to 8 columns; queries x keys would pad it to 16
+  rows. The tensor cores do half the work for the same keys.
+* TMA computes addresses. The block of the newest tokens is loaded through pointers instead: it is partly filled, and
+  this program has just written a key into it that TMA might not see yet.
+* Sums of weights stay in the threads that made them until the end.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from models.inputs import DecodeAttention
+from models.kernels.attention.decode_merge import finish_unit, merged_at_once, unit_of
+from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
+from models.kernels.attention.query import (
+    LOG2_E,
+    block_to_l2,
+    nodes_seen,
+    padded_dim,
+    power_of_two_above,
+    query,
+    rotation_arguments,
+    seen_in_tree,
+    steady_of_rotation,
+)
+from models.kernels.interface import Rotation
+
+MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
+HEAD_DIMS = (64, 128)  # by TMA; 256 was not tried
+LINE_BYTES = 128
+_FEWEST_QUERY_ROWS = 8, 16  # columns of the narrowest product by TMA, rows of the narrowest one by pointers
+
+
+@triton.jit
+def _weights_of_keys(scores, peak):
+    """Online softmax: (weights [keys, rows], the rows' new maximum, the factor of older sums)."""
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    # A row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
+    shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    return tl.exp2(scores - shift[None, :]), new_peak, tl.exp2(peak - shift)
+
+
+@triton.jit
+def _by_pointers(
+    q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, start, keys_each, head, rows, scale_log2e, K,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """``keys_each`` keys from ``start`` on: (sums [ROWS, BLOCK_D], maxima [ROWS], sums of weights [ROWS])."""
+    dims = tl.arange(0, BLOCK_D)
+    blocks = tl.minimum(keys_each // BLOCK_N, (length - start + BLOCK_N - 1) // BLOCK_N)
+    visible = length - count + 1 + rows // GROUP  # keys that each row may see
+    if not CAUSAL:
+        visible = tl.full((ROWS,), 0, tl.int32) + length
+    nodes = 0
+    if TREE:
+        nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    # Counted from 0: where nothing but the bounds of a loop within depends on a value, Triton 3.6 takes that of the
+    # first round for all (its pull request 9036), and ``keys_each`` would be such a value.
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        first_key = start + block * BLOCK_N
+        keys = first_key + tl.arange(0, BLOCK_N)
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table_row + first_key // PAGE).to(tl.int64)
+            slots = page * PAGE + keys % PAGE
+        else:
+            pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
+            slots = pages.to(tl.int64) * PAGE + keys % PAGE
+        where = (slots * K + head)[:, None] * D + dims[None, :]
+        mask = (keys < length)[:, None] & (dims < D)[None, :]
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        seen = keys[None, :] < visible[:, None]
+        if TREE:
+            seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
+        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _by_tma(
+    q, keys_ptr, values_ptr, keys_desc, values_desc, table_row, held, newest_page, length, count, begin, whole, end,
+    head, rows, scale_log2e, K, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, ONE_NEWEST: tl.constexpr,
+):  # fmt: skip
+    """The same of blocks ``begin`` to ``end``, those before ``whole`` by TMA; ``held``: the first one's page,
+    ``newest_page``: with ONE_NEWEST, that of block ``whole``."""
+    dims = tl.arange(0, D)
+    if ONE_NEWEST:
+        newest = whole * BLOCK_N + tl.arange(0, BLOCK_N)
+        newest_where = ((newest_page * PAGE + newest % PAGE) * K + head)[:, None] * D + dims[None, :]
+        newest_mask = (newest < length)[:, None] & (whole < end)
+        newest_k = tl.load(keys_ptr + newest_where, mask=newest_mask, other=0.0)
+        newest_v = tl.load(values_ptr + newest_where, mask=newest_mask, other=0.0)
+    across = tl.trans(q)
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    totals = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    acc = tl.zeros((D, ROWS), tl.float32)
+    for block in tl.range(begin, whole, num_stages=STAGES):
+        first = held * PAGE + block * BLOCK_N % PAGE
+        # The next block's page, one step ahead: otherwise loads would wait for loads.
+        held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
+        k = keys_desc.load([first, head * D])
+        weights, peak, decay = _weights_of_keys(tl.dot(k, across) * scale_log2e, peak)
+        totals = totals * decay[None, :] + weights
+        v = values_desc.load([first, head * D])
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+    if ONE_NEWEST:
+        if whole < end:
+            # Masked once more: as loaded, the tile would go to shared memory, and be waited for, before the loop.
+            k = tl.where((newest < length)[:, None], newest_k, 0.0)
+            scores = tl.dot(k, across) * scale_log2e
+            scores = tl.where((newest < length)[:, None], scores, -float("inf"))
+            weights, peak, decay = _weights_of_keys(scores, peak)
+            totals = totals * decay[None, :] + weights
+            acc = tl.dot(tl.trans(newest_v), weights.to(newest_v.dtype), acc * decay[None, :])
+    else:
+        visible = length - count + 1 + rows // GROUP  # keys that each query may see
+        if not CAUSAL:
+            visible = tl.full((ROWS,), 0, tl.int32) + length
+        for block in tl.range(whole, end, num_stages=1):
+            keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
+            where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
+            mask = (keys < length)[:, None]
+            k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+            scores = tl.dot(k, across) * scale_log2e
+            scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
+            weights, peak, decay = _weights_of_keys(scores, peak)
+            totals = totals * decay[None, :] + weights
+            v = tl.load(values_ptr + where, mask=mask, other=0.0)
+            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+    return tl.trans(acc), peak, tl.sum(totals, 0)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _attend_list_kernel(
+    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
+    keys_ptr,
+    values_ptr,
+    keys_desc,  # when TMA: the same as keys_ptr, [pages * S, K * D] in boxes of [BLOCK_N, D]
+    values_desc,
+    page_table_ptr,
+    units_ptr,  # DecodeWork.units_U4
+    starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
+    queries_ptr,
+    tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    eps,
+    scale_log2e,
+    table_width,
+    most,
+    K,
+    TMA: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to what the tensor cores take
+    REAL_ROWS: tl.constexpr,  # the same, padded to a power of two only
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,  # 128-byte lines of a head
+    FAN: tl.constexpr,
+    MERGE: tl.constexpr,
+    ALONE: tl.constexpr,
+    ONE_NEWEST: tl.constexpr,  # a token a row: the only block that TMA does not load
+    RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    item = tl.program_id(0)
+    programs = tl.num_programs(0)
+    # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
+    items = tl.load(units_ptr, cache_modifier=".cg") * K
+    row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K, True)
+    steady = steady_of_rotation(
+        cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM,
+        item < items,
+    )  # fmt: skip
+    if PDL:
+        if (item < items) & (split * keys_each < length):  # older keys and values are in memory: their first block
+            table_row = page_table_ptr + row * table_width
+            first = split * keys_each // BLOCK_N
+            block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
+            if TMA:  # noqa: SIM102 -- and the one that TMA does not load
+                if split == splits - 1:
+                    newest = (length - 1) // BLOCK_N
+                    block_to_l2(
+                        keys_ptr, values_ptr, table_row, newest, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES
+                    )
+        # One program waits even where there is nothing to do, or the successor would start before the predecessor ends.
+        if (item < items) | (item == 0):
+            gdc_wait()
+            gdc_launch_dependents()
+    rows = tl.arange(0, ROWS)
+    # Every other round goes backwards: who had the most keys in one has the fewest in the next.
+    first_of_round, across_round = item, programs - 1 - item
+    full_rounds = items // programs
+    mine_of_last = tl.where(full_rounds % 2 == 0, first_of_round, across_round)
+    rounds = full_rounds + (mine_of_last < items % programs).to(tl.int32)
+    # What stays the same in every round is made anew: kept, it would take a hundred registers during the loop within.
+    for done in tl.range(0, rounds, num_stages=1, disable_licm=True):
+        if RAGGED:
+            token = tl.load(starts_ptr + row, cache_modifier=".cg").to(tl.int64)
+            count = tl.load(queries_ptr + row, cache_modifier=".cg")
+        else:
+            token = row * QUERY_LEN
+            count = QUERY_LEN
+        table_row = page_table_ptr + row * table_width
+        if TMA:  # the table is asked here, so that it is not waited for later
+            begin = split * keys_each // BLOCK_N
+            end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
+            # Blocks of older keys only, which every query sees.
+            whole = tl.maximum(tl.minimum(end, tl.maximum(length - count, 0) // BLOCK_N), begin)
+            held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
+            newest_page = 0
+            if ONE_NEWEST:
+                newest_page = tl.load(table_row + whole * BLOCK_N // PAGE, mask=whole < end, other=0).to(tl.int64)
+        # The program that reads the row's newest key is the one that writes it.
+        q = query(
+            q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D,
+            BLOCK_D, ROTARY, ROPE, NORM,
+        )  # fmt: skip
+        if TMA:
+            acc, peak, total = _by_tma(
+                q, keys_ptr, values_ptr, keys_desc, values_desc, table_row, held, newest_page, length, count, begin,
+                whole, end, head, rows, scale_log2e, K, GROUP, D, PAGE, ROWS, BLOCK_N, STAGES, CAUSAL, ONE_NEWEST,
+            )  # fmt: skip
+        else:
+            acc, peak, total = _by_pointers(
+                q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, split * keys_each, keys_each, head,
+                rows, scale_log2e, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE,
+            )  # fmt: skip
+        finish_unit(
+            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, count, head,
+            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+        )  # fmt: skip
+        item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
+        row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
+        # Masked instead of skipped: values kept for the case of none left would take registers during the loop above.
+        steady = steady_of_rotation(
+            cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM,
+            item < items,
+        )  # fmt: skip
+
+
+def supports_tma(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
+    """Whether ``attend_list`` takes these by TMA, with ``block_n`` keys a block; assumes a device with TMA.
+
+    Queries are of the dtype of ``kv_layer``, which is contiguous.
+    """
+    _, _, page, kv_heads, head_dim = kv_layer.shape
+    return (
+        kv_layer.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in HEAD_DIMS
+        and heads // kv_heads * inputs.query_len <= MOST_QUERY_ROWS
+        and inputs.tree_BQ is None
+        and page % block_n == 0
+    )
+
+
+def attend_list(
+    q_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    work: DecodeWork,
+    scale: float,
+    workspace: Tensor,
+    counters: Tensor,
+    *,
+    rotation: Rotation | None = None,
+    out_THD: Tensor | None = None,
+    tma: bool,
+    block_n: int,
+    stages: int,
+    warps: int,
+    programs: int,
+    pdl: bool,
+) -> Tensor:
+    """decode.decode_attention over ``work``, which plan_decode made of the same ``inputs``. Returns [T, H, D].
+
+    ``tma``: for what ``supports_tma`` accepts. ``block_n`` divides the rule's ``block``. ``programs``: of the grid; any
+    number is right. ``workspace`` float32 and ``counters`` int32, all zero and left zero, have what workspace_floats
+    and counters_of of decode_work.py say. The launch before this one may write q_TX, but not lengths, pages, positions,
+    slots or the list.
+    """
+    _, _, page, kv_heads, head_dim = kv_layer.shape
+    rows, most = inputs.kv_lengths_B.shape[0], work.rule.most
+    group = heads // kv_heads
+    real_rows = power_of_two_above(group * inputs.query_len)
+    block_d = padded_dim(head_dim)
+    if out_THD is None:
+        tokens = rows * inputs.query_len if inputs.starts_B is None else q_TX.shape[0]
+        out_THD = torch.empty(tokens, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+    slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
+    boxes = kv_layer.view(2, -1, kv_heads * head_dim) if tma else kv_layer
+    keys, values = (TensorDescriptor.from_tensor(each, [block_n, head_dim]) if tma else each for each in boxes)
+    _attend_list_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
+        q_TX,
+        kv_layer[0],
+        kv_layer[1],
+        keys,
+        values,
+        inputs.page_table_BP,
+        work.units_U4,
+        inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
+        inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
+        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
+        out_THD,
+        workspace,
+        workspace[slots * real_rows * block_d :] if most > 1 else workspace,
+        counters,
+        *rotation_arguments(rotation, q_TX),
+        scale * LOG2_E,
+        inputs.page_table_BP.stride(0),
+        most,
+        kv_heads,
+        TMA=tma,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=block_d,
+        PAGE=page,
+        QUERY_LEN=inputs.query_len,
+        ROWS=max(_FEWEST_QUERY_ROWS[not tma], real_rows),
+        REAL_ROWS=real_rows,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        LINES=max(1, block_d * kv_layer.element_size() // LINE_BYTES),
+        FAN=MERGED_AT_ONCE,
+        MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
+        ALONE=most == 1,
+        ONE_NEWEST=inputs.query_len == 1,
+        RAGGED=inputs.starts_B is not None,
+        CAUSAL=inputs.causal,
+        TREE=inputs.tree_BQ is not None,
+        ROPE=rotation is not None,
+        NORM=rotation is not None and rotation.q_norm_D is not None,
+        ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    return out_THD
