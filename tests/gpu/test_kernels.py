@@ -502,7 +502,7 @@ def test_many_rows_give_the_same_bits_every_time(kernels: Nvidia, warps: int) ->
     stale = made.kv.clone()
     work = plan_decode(made.inputs, SplitRule(32, 1, 1024, 1), pdl=False)
     memory = kernels.attention_sums, kernels.attention_counters
-    how = {"tma": True, "block_n": 32, "stages": 3, "programs": rows * kv_heads, "pdl": kernels.pdl}
+    how: dict[str, Any] = {"tma": True, "block_n": 32, "stages": 3, "programs": rows * kv_heads, "pdl": kernels.pdl}
 
     def launch(qkv: Tensor, heads: int, kv: Tensor, rotation: Rotation | None = None) -> Tensor:
         torch.cuda.synchronize()  # attention may read the list before its predecessor ends

@@ -195,7 +195,7 @@ def _list(ops: Any, call: AttendCall) -> Run:
         programs = programs_of(call.inputs, kv_heads, rule, multiprocessors, each)
     block_n = min(block_n, rule.block)
     launch = {"tma": by_tma, "block_n": block_n, "stages": stages, "warps": warps, "programs": programs, "pdl": ops.pdl}
-    attend = partial(decode_list.attend_list, **launch)
+    attend: Run = partial(decode_list.attend_list, **launch)
     memory = ops.attention_sums, ops.attention_counters
     return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: attend(
         q_TX, heads, kv_layer, inputs, inputs.work, scale, *memory, rotation=rotation, out_THD=out_THD
