@@ -316,7 +316,7 @@ def _require_head_dim(kv_layer: Tensor) -> None:
 ROWS = (
     Row("rope_and_cache", with_pdl(rope_prefill.rope_and_cache), refuses=_few),
     Row("rope_and_cache", with_pdl(rope_decode.rope_and_cache), refuses=_uneven),
-    Row("plan_decode", _plan),
+    Row("plan_decode", _plan, refuses=lambda ops, call: None),
     Row("attend", _windows, refuses=_no_window),
     Row("attend", _list, refuses=_no_list),
     Row("attend", _splits, refuses=_ragged),
