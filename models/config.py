@@ -36,6 +36,8 @@ MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 _EPS_AND_THETA = {"MixtralForCausalLM": (1e-5, 1e6)}
 _USUAL_EPS_AND_THETA = (1e-6, 1e4)
 _HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json lacks the key; others divide hidden_size by heads
+_KV_HEADS = {"MistralForCausalLM": 8}  # the same; others have one per head
+_WINDOW = {"MistralForCausalLM": 4096}  # the same; others have no window
 # Options of other families that change what a model computes.
 _NEUTRAL: Neutral = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ((), "soft-capped logits")),
@@ -162,7 +164,7 @@ class ModelConfig:
         heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
         architecture = _architecture(config)
         head_dim = read.size("head_dim", default_head_dim(config))
-        kv_heads = read.size("num_key_value_heads", heads)
+        kv_heads = read.size("num_key_value_heads", _KV_HEADS.get(architecture, heads))
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         max_positions = read.size("max_position_embeddings")
@@ -253,7 +255,8 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any], max_length: int) -> None:
     """Of families without ``use_sliding_window``, every layer slides. A window of ``max_length`` changes nothing."""
-    read, window = ConfigReader(config), config.get("sliding_window")
+    window = config.get("sliding_window", _WINDOW.get(_architecture(config)))
+    read = ConfigReader({**config, "sliding_window": window})
     if window is None or config.get("use_sliding_window") is False or read.number("sliding_window", 0) >= max_length:
         return
     family = str(config.get("architectures"))

@@ -6,6 +6,7 @@ Knows: the list. Does not know: anything about the models on it.
 from __future__ import annotations
 
 from models.families.llama import Llama
+from models.families.mistral import Mistral
 from models.families.mixtral import Mixtral
 from models.families.nemotron_h import NemotronH
 from models.families.qwen2 import Qwen2
@@ -20,6 +21,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,

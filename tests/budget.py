@@ -67,6 +67,7 @@ SLOWER: tuple[str, ...] = (
     "tests/models/kernels/test_interpreted_kernels.py",
     "tests/models/kernels/test_matmul_dispatch.py",
     "tests/models/kernels/test_shipped_choices.py",
+    "tests/models/test_config.py",
     "tests/models/test_demo_files.py",
     "tests/models/test_fp8.py",
     "tests/models/test_parity.py",

@@ -216,6 +216,7 @@ def test_partial_rotation() -> None:
             "'sliding_window' is 8, but sliding-window attention is not supported",
         ),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 63}, "'sliding_window' is 63"),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "'sliding_window' is 4096"),
         ({"kv_lora_rank": 512}, "'kv_lora_rank' is 512, which asks for multi-head latent attention"),
         ({"rotary_dim": 4}, "'rotary_dim' is 4, but 10 dims of a head are rotated"),
         ({"key_multiplier": 0.5}, "'key_multiplier' is 0.5, which asks for scaled keys; only 1 is implemented"),
@@ -387,6 +388,7 @@ def test_sliding_window_that_no_layer_uses_is_fine() -> None:
     tiny(use_sliding_window=True, sliding_window=4096, max_window_layers=2)
     tiny(layer_types=["full_attention"] * 2)
     tiny(use_sliding_window=True, sliding_window=64)
+    tiny(architectures=["MistralForCausalLM"], sliding_window=None, max_position_embeddings=8192)
     mixtral = {"architectures": ["MixtralForCausalLM"], **EXPERTS}
     tiny(**mixtral, sliding_window=64)
     tiny(**mixtral, sliding_window=8, use_sliding_window=False)

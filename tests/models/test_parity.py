@@ -62,6 +62,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 6}
         | {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "mistral": (
+        "Mistral",
+        {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 10}
+        | {"rope_parameters": DEFAULT, "sliding_window": None},
+    ),
     "qwen2-linear": (
         "Qwen2",
         {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 20, "num_key_value_heads": 2}

@@ -58,7 +58,8 @@ def test_a_variant_of_the_table_is_what_runs_where_it_fits() -> None:
         return choice.variant(inputs, heads, cache)
 
     rule = launched(None)
-    assert launched(TMA) == (True, TMA.blocks) != rule
+    more_stages = DecodeVariant(True, 32, 4, 1)
+    assert launched(more_stages) == (True, more_stages.blocks) != rule
     for variant in (FEW, MANY, DecodeVariant(False, 128, 3, 8)):
         assert launched(variant) == (False, variant.blocks)
     assert launched(DecodeVariant(False, 256, 5, 8)) == rule, "it does not fit"
