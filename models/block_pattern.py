@@ -139,7 +139,8 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     changed = {key: value for key, value in config.items() if key not in ("layer_types", "hybrid_override_pattern")}
     changed["layers_block_type"] = list(kinds)
     changed["num_hidden_layers"] = len(kinds)
-    changed.setdefault("head_dim", HEAD_DIM)
+    changed.setdefault("head_dim", config.get("attention_head_dim") or HEAD_DIM)
+    refuse_others(config, {"attention_head_dim": ((changed["head_dim"],), "another 'head_dim' of its attention")})
     eps = [config[key] for key in ("layer_norm_epsilon", "rms_norm_eps") if config.get(key) is not None]
     changed["rms_norm_eps"] = eps[0] if eps else 1e-5
     if "mlp" not in kinds:

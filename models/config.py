@@ -24,6 +24,7 @@ from models.block_pattern import (
     usual_block_keys,
 )
 from models.checkpoint import stored_dtype
+from models.config_keys import refuse_unknown
 from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
 from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
@@ -60,9 +61,11 @@ _NEUTRAL: Neutral = {
     "clip_qkv": ((), "clipped queries, keys and values"),
     "swiglu_limit": ((), "clipped activations"),
     "hidden_activation": (("silu",), "another activation"),
+    "use_rope": ((True,), "layers without rotation"),
     "attention_chunk_size": ((), "attention in chunks"),
     "attn_temperature_tuning": ((False,), "a temperature by position"),
 }
+_QK_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -148,9 +151,10 @@ class ModelConfig:
         config: Mapping[str, Any],
         eos_token_ids: tuple[int, ...] = (),
         exported: Mapping[str, Any] | None = None,
+        of_drafter: bool = False,
     ) -> ModelConfig:
-        """From the parsed content of config.json, in place of whose eos ids ``eos_token_ids`` stand, if any: those of
-        generation_config.json. ``exported``: the content of hf_quant_config.json. Raises ValueError."""
+        """From the parsed content of config.json. ``eos_token_ids``: of generation_config.json; they win. ``exported``:
+        the content of hf_quant_config.json. ``of_drafter``: unknown keys are legal. Raises ValueError."""
         blocks = block_kinds(config) if has_blocks(config) else ()
         if blocks:
             config = usual_block_keys(config)
@@ -159,7 +163,7 @@ class ModelConfig:
             config = usual_keys(config)
             delta = read_gated_delta(config)
             config.pop("layer_types", None)  # of which the shape keeps what they say
-        _refuse_unimplemented(config)
+        _refuse_unimplemented(config, of_drafter)
         read = ConfigReader(config)
         heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
         architecture = _architecture(config)
@@ -228,11 +232,11 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
+def _refuse_unimplemented(config: Mapping[str, Any], of_drafter: bool) -> None:
     refuse_others(config, _NEUTRAL)
     normed = "Qwen3" in str(config.get("architectures"))
     meaning = f"{'no ' * normed}norms of queries and keys"
-    refuse_others(config, dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), ((normed,), meaning)))
+    refuse_others(config, dict.fromkeys(_QK_NORMS, ((normed,), meaning)))
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
     layer_types = config.get("layer_types") or []
@@ -251,6 +255,8 @@ def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"'layer_types' has {other[0]!r}, but sliding-window attention is not supported; only 'full_attention' is"
         )
+    if not of_drafter:
+        refuse_unknown(config, _architecture(config), {*_NEUTRAL, *_QK_NORMS})
 
 
 def _refuse_sliding_window(config: Mapping[str, Any], max_length: int) -> None:

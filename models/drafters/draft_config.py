@@ -363,7 +363,8 @@ def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
 
 
 def _model_config(config: Mapping[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dict({key: value for key, value in config.items() if key not in _OF_DRAFTERS})
+    plain = {key: value for key, value in config.items() if key not in _OF_DRAFTERS}
+    return ModelConfig.from_dict(plain, of_drafter=True)
 
 
 def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:

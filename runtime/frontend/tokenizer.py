@@ -21,6 +21,7 @@ _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an a
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
 _OPEN_TOKENS: Final = 16  # of those, the last that stay open
 _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
+_BEFORE: Final = "\n.,0"  # characters of which one hardly ever joins a token of the text after it
 _LONG_TEXT: Final = 4000  # characters: some 5 ms of tokenising
 
 
@@ -92,17 +93,20 @@ class Tokenizer:
         """Ids of ``text`` after other text: without special tokens, and without the space that SentencePiece and others
         put before a text."""
         if self._adds_space is None:
-            ids = self._behind_newline("a")
+            ids = self._after_character("a")
             self._adds_space = ids is not None and ids != self.encode("a", add_special_tokens=False)
-        ids = self._behind_newline(text) if self._adds_space else None
+        ids = self._after_character(text) if self._adds_space else None
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
-    def _behind_newline(self, text: str) -> list[int] | None:
-        """Ids of ``text`` that follow those of a newline; None if the newline has no tokens that stand alone."""
-        before = self.encode("\n", add_special_tokens=False)
-        ids = self.encode("\n" + text, add_special_tokens=False)
-        alone = self.decode(before).endswith("\n") and ids[: len(before)] == before
-        return ids[len(before) :] if alone else None
+    def _after_character(self, text: str) -> list[int] | None:
+        """Ids of ``text`` that follow those of a newline or another character; None if none has tokens that stand
+        alone."""
+        for character in _BEFORE:
+            before = self.encode(character, add_special_tokens=False)
+            ids = self.encode(character + text, add_special_tokens=False)
+            if self.decode(before).endswith(character) and ids[: len(before)] == before:
+                return ids[len(before) :]
+        return None
 
     def count(self, text: str) -> int:
         """Tokens of ``text``, without special ones around it."""

@@ -237,6 +237,33 @@ def test_shares_that_are_no_whole_tiles_are_padded_with_zeros(
         assert not padded.down.data[:, :, share:].any()
 
 
+@pytest.mark.slow
+@torch.inference_mode()
+def test_eight_padded_shares_of_nemotron_s_experts_are_the_whole() -> None:
+    """The widths of Nemotron-3-Nano: 1,856 features of an expert, 232 a rank, padded to 240 for kernels that want
+    multiples of 16; its shared expert, twice as wide, lies beside the others as two more."""
+    shape = {"hybrid_override_pattern": "*E", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 32}
+    widths = {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+    config = {**SHARED, **shape, **widths}
+    torch.manual_seed(0)
+    hidden_TN, real_T = torch.randn(6, 32), torch.ones(6, dtype=torch.bool)
+
+    def part(rank: int, size: int, tile: int) -> tuple[SparseMLP, Tensor]:
+        mlp = sparse_mlp(load(None, config, ExpertSplit(), rank, size, tile))
+        routed = mlp._route(hidden_TN, mlp.experts.local_E, real_T)
+        return mlp, mlp._with_shared(mlp._terms(hidden_TN, *routed), hidden_TN)
+
+    whole, right_TN = part(0, 1, 16)
+    assert (whole.experts.share, whole.experts.down.data.shape[2], whole.experts.shared) == (1856, 1856, 2)
+    sum_TN = torch.zeros_like(right_TN)
+    for rank in range(8):
+        mlp, part_TN = part(rank, 8, 16)
+        assert (mlp.experts.share, mlp.experts.start, mlp.experts.down.data.shape[2]) == (232, 232 * rank, 240)
+        sum_TN += part_TN
+    assert right_TN.abs().max() > 0
+    torch.testing.assert_close(sum_TN, right_TN, rtol=1e-4, atol=1e-4 * float(right_TN.abs().max()))
+
+
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def refusal(tensors: dict[str, Tensor]) -> str:
         write(tmp_path, tensors, config=QWEN)

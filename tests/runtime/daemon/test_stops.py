@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import tokenizers
 
@@ -11,7 +13,7 @@ from runtime.daemon.session import Connection
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 from tests.runtime.daemon.listener import Listener
-from tests.runtime.daemon.scripted import ScriptedEngine
+from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
 from tests.runtime.frontend import small_tokenizers
 from tests.runtime.schedule.fake_device import complete_alone
 
@@ -257,6 +259,33 @@ def test_more_text_has_no_space_that_was_not_sent() -> None:
         prompt = command.prompt
         assert isinstance(prompt, tuple)
         assert [tokenizer.id_to_token(token) for token in prompt] == names
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_text_for_a_session_or_its_fork_reads_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    """What reaches the engine after FORK and EXTEND, and the text of the answer after it."""
+    tokenizer = small_tokenizers.sentencepiece()
+    engine, said = ScriptedEngine(), list[tuple[int, ...]]()
+    engine.model_config = ScriptedModel(vocab_size=tokenizer.vocab_size)
+    client, extend = Listener(engine, Desk(engine, tokenizer)), engine.extend
+
+    def seen(request_id: int, epoch: int, token_ids: Sequence[int], *limits: int) -> None:
+        said.append(tuple(token_ids))
+        extend(request_id, epoch, token_ids, *limits)
+
+    monkeypatch.setattr(engine, "extend", seen)
+    client.ask('REQ 1 START "the" 2 2 keep=1 text=1')
+    client.run_until_idle()
+    client.ask("REQ 2 FORK 1")
+    client.run_until_idle()
+    request = 2 if forked else 1
+    for text, names in (("the", ["t", "h", "e"]), (" the", ["▁the"]), ("lo", ["lo"])):
+        client.ask(f'REQ {request} EXTEND "{text}" 2 2')
+        client.run_until_idle()
+        assert [tokenizer.id_to_token(token) for token in said.pop()] == names
+    for epoch in (2, 3, 4):
+        shown = "".join(frame.text for frame in client.of(request, Kind.TEXT) if frame.epoch == epoch)
+        assert shown == tokenizer.decode(client.tokens(request, epoch), tokenizer.encode("lo"))
 
 
 def test_a_text_with_its_own_special_tokens_gets_no_others(with_bos: Tokenizer) -> None:

@@ -68,6 +68,21 @@ def test_text_after_other_text_reads_as_it_was_sent(kind: str, text: str) -> Non
     assert tokenizer.decode([*before, *tokenizer.encode_continued(text)]) == "a" + text
 
 
+def test_text_after_other_text_where_newlines_have_no_tokens() -> None:
+    """As in Unigram tokenizers whose normalizer makes a blank of each: then another character stands before it."""
+    backend = tokenizers.Tokenizer.from_str(small_tokenizers.sentencepiece_backend().to_str())
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Replace("\n", ""),
+            tokenizers.normalizers.Prepend("▁"),
+            tokenizers.normalizers.Replace(" ", "▁"),
+        ]
+    )
+    tokenizer = Tokenizer(backend)
+    for text in ("hello", " hello", "the lo"):
+        assert tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_continued(text)]) == "a" + text
+
+
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_text_has_the_ids_of_a_short_one(kind: Callable[[], Tokenizer], special: bool) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from models.cache_layout import CacheLayout, PagedKV
+from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, size_cache
 from runtime.execute.device.cuda import CudaDevice, CudaStream
 from runtime.execute.device.protocol import DeviceError
 
@@ -209,3 +211,39 @@ def test_a_warm_up_that_fails_is_named(cuda: FakeCuda, device: CudaDevice) -> No
     with pytest.raises(DeviceError, match=r"capturing graph 'step' on cuda:0: out of memory$"):
         device.capture(work, name="step")
     assert not cuda.modes
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("outside", "others", "fraction", "left"),
+    [
+        (1.0, 0.0, 0.9, 0.0),  # one rank
+        (2.0, 0.0, 0.9, 0.0),
+        (3.5, 0.0, 0.9, 1.5),  # eight ranks, with all their communicators: what is not counted lies above the share
+        (1.0, 30.0, 0.5, 1.0),  # others' memory counts for no more than the rest of the 2 GiB
+        (6.0, 0.0, 0.98, None),  # more than is free: refused with the numbers
+    ],
+)
+def test_memory_outside_the_allocator_counts_up_to_2_gib(
+    monkeypatch: pytest.MonkeyPatch, device: CudaDevice, outside: float, others: float, fraction: float,
+    left: float | None,
+) -> None:  # fmt: skip
+    """``left``: GiB by which the caches and all else of this engine differ from its share of an H200 with 139.8 GiB."""
+    total, weights, peak = int(139.8 * GIB), 16 * GIB, 2 * GIB
+    free = total - weights - int((outside + others) * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, total))
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: weights)
+    shape = CacheShape(CacheLayout((PagedKV(kv_heads=1, head_dim=128, dtype=torch.bfloat16),) * 36), 16, 8)
+    limits = {"max_model_len": 4096, "reserve_tokens": 8}
+    if left is None:
+        with pytest.raises(CacheMemoryError, match="are free: type --num-blocks"):
+            size_cache(device.memory_info(), peak, shape, memory_fraction=fraction, **limits)
+        return
+    sizing = size_cache(device.memory_info(), peak, shape, memory_fraction=fraction, **limits)
+    caches = (sizing.num_blocks + 1) * shape.block_bytes
+    assert caches + peak <= free
+    used = (weights + peak + caches) / GIB + outside
+    assert abs(used - fraction * total / GIB) == pytest.approx(left, abs=0.01)
