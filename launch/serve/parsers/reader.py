@@ -104,9 +104,9 @@ class Reader:
         self.closed = False
 
     def feed(self, text: str) -> None:
-        kept = self._at if self._held is None else self._held
+        kept = max(0, (self._at if self._held is None else self._held) - 1)  # a character may be unread
         self._text, self._at = self._text[kept:] + text, self._at - kept
-        self._held = None if self._held is None else 0
+        self._held = None if self._held is None else self._held - kept
 
     def hold(self) -> None:
         """Where ``back`` goes to."""

@@ -201,6 +201,16 @@ def test_an_answer_may_end_anywhere(name: str, seed: int) -> None:
             assert right["function"]["arguments"].startswith(call["function"]["arguments"])
 
 
+def test_a_value_whose_own_mark_is_missing_ends_with_the_call_wherever_it_is_cut() -> None:
+    """What comes next decides, and is not there yet when the call's mark has been read."""
+    function = "<function=weather>\n<parameter=city>\nBern\n</function>\n</tool_call>"
+    text = f"<tool_call>\n{function}\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    for size in (1, 2, 5, len(text)):
+        message = merged(read(AnswerParser("qwen3_coder", None, SCHEMAS), pieces(text, range(size, len(text), size))))
+        assert found_in(message) == [("weather", {"city": "Bern"}), ("now", {})]
+        assert message["content"] is None
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_things_like_calls_take_no_time_that_grows_with_their_square(name: str) -> None:
     """Of 4,000 openings that never become calls, later ones are content."""
