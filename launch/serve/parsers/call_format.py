@@ -164,11 +164,11 @@ class CallFormat:
         document.value()
         yield from self.arguments(document)
         document.rest()
-        while not (document.done or document.broken or self.read.closed):
+        while True:
             self._fed(document)
-            if not document.done:
-                yield
-        return True
+            if document.done or document.broken or self.read.closed:
+                return True
+            yield
 
     def _complete(self, written: str) -> bool:
         """One whose name comes last, or that has no object as arguments."""

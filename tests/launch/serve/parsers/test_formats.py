@@ -211,6 +211,15 @@ def test_a_value_whose_own_mark_is_missing_ends_with_the_call_wherever_it_is_cut
         assert message["content"] is None
 
 
+@pytest.mark.parametrize("end", ["}", "};", '};{"name": "now", "parameters": {}} so', '};x"<'])
+def test_a_brace_that_is_missing_is_the_same_wherever_the_text_is_cut(end: str) -> None:
+    text = '{"name": "weather", "parameters": {"city": "Bern"};{"name": "now", "parameters": {}' + end
+    whole = without_ids(read(parser_of(SAMPLES["llama-3"]), [(text, False)]))
+    assert found_in(whole)[:2] == [("weather", {"city": "Bern"}), ("now", {})]
+    for size in range(1, len(text)):
+        assert without_ids(read(parser_of(SAMPLES["llama-3"]), pieces(text, range(size, len(text), size)))) == whole
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_things_like_calls_take_no_time_that_grows_with_their_square(name: str) -> None:
     """Of 4,000 openings that never become calls, later ones are content."""
