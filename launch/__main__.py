@@ -9,9 +9,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 from launch.bench.options import BenchCommand
 from launch.chat.options import ChatCommand
@@ -23,7 +22,7 @@ from launch.ranks.home import settle_home
 from launch.ranks.rendezvous import MeetingError, RendezvousError, discover
 from launch.ranks.signals import raises_on_sigterm
 from launch.serve.options import ServeCommand
-from launch.sweep.options import SweepCommand, SweepOptions
+from launch.sweep.options import SweepCommand
 from launch.tune.options import TuneCommand
 from runtime.watchdog.parent_death import die_with_parent
 
@@ -52,7 +51,9 @@ def _main(command: AnyCommand) -> int:
 
         return doctor.run(command)  # where torch cannot be imported, too
     if isinstance(command, SweepCommand):
-        return run_sweep(command, os.environ)
+        from launch.sweep import command as sweep
+
+        return sweep.run(command, os.environ)  # it is no rank, but starts those of its points
     if isinstance(command, ChatCommand):
         return run_chat(command)
     _end_with_launcher()
@@ -66,18 +67,6 @@ def _main(command: AnyCommand) -> int:
     with raises_on_sigterm() if alone else nullcontext():
         code: int | None = record(_run)(command)
     return 0 if code is None else code
-
-
-def run_sweep(command: SweepCommand, environ: Mapping[str, str]) -> int:
-    """It is no rank, but starts those of its points. Reporting is built upon it, not into it."""
-    from launch.sweep import command as sweep
-
-    def report(ledger: Path, options: SweepOptions) -> int:
-        from launch.report.command import write_report  # its parts know matplotlib
-
-        return write_report(ledger, against=options.against, target=options.html)
-
-    return sweep.run(command, environ, report)
 
 
 def run_chat(command: ChatCommand) -> int:
@@ -146,7 +135,10 @@ def _run_its_module(command: Command | BenchCommand | DaemonCommand | ServeComma
 
         return tune.run(command, os.environ)
     if isinstance(command, BenchCommand):
-        return _run_bench(command)
+        from launch.bench import command as bench
+        from launch.sweep.report.load_plot import LoadPictures
+
+        return bench.run(command, os.environ, open_engine, LoadPictures())
     if isinstance(command, ServeCommand):
         from launch.serve import command as serve
 
@@ -158,14 +150,6 @@ def _run_its_module(command: Command | BenchCommand | DaemonCommand | ServeComma
     from launch.generate.command import run
 
     return run(command, os.environ, open_engine)
-
-
-def _run_bench(command: BenchCommand) -> int:
-    from launch.bench import command as bench
-    from launch.ranks.start_engine import open_engine
-    from launch.report.load_plot import LoadPictures
-
-    return bench.run(command, os.environ, open_engine, LoadPictures())
 
 
 def _refused(

@@ -51,7 +51,7 @@ SLOWER: tuple[str, ...] = (
     "tests/launch/generate/test_kill_anywhere.py",
     "tests/launch/ranks/test_nccl_postmortem.py",
     "tests/launch/ranks/test_processes.py",
-    "tests/launch/report",
+    "tests/launch/sweep/report",
     "tests/launch/serve/test_served.py",
     "tests/launch/serve/test_soak.py",
     "tests/launch/sweep",

@@ -39,7 +39,7 @@ COUNTS_MULTIPROCESSORS = {"models/kernels/traits.py", "models/kernels/matmul/inv
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "launch": (
         ("launch/__main__.py",),
-        ("launch/cli.py", "launch/complete.py", "launch/report"),
+        ("launch/cli.py", "launch/complete.py"),
         ("launch/sweep",),
         ("launch/tune",),
         ("launch/bench",),

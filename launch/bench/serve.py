@@ -50,7 +50,7 @@ log = logging.getLogger("lockstride")
 
 
 class DrawLoad(Protocol):
-    """Draws results of runs; launch/report/load_plot.py does. Raises nothing: points to come are worth more."""
+    """Draws results of runs; launch/sweep/report/load_plot.py does. Raises nothing: points to come are worth more."""
 
     def timeline(
         self, rows: Sequence[Mapping[str, Any]], title: str, steady: tuple[float, float] | None, out: Path

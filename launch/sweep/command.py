@@ -1,7 +1,7 @@
 """`sweep`: which subcommand is which function, and where its ledger is.
 
 Knows: the list. Does not know: how anything of it is done. Needs no torch, but for planning a world: it starts the
-processes that do. Writing a report is handed in: it is built upon a sweep.
+processes that do.
 """
 
 from __future__ import annotations
@@ -26,16 +26,9 @@ from launch.sweep.task import task
 USAGE = 2
 
 
-WriteReport = Callable[[Path, SweepOptions], int]
-
-
-def run(command: SweepCommand, environ: Mapping[str, str], write_report: WriteReport) -> int:
-    """The whole command; returns its exit code. ``write_report``: of a ledger."""
+def run(command: SweepCommand, environ: Mapping[str, str]) -> int:
+    """The whole command; returns its exit code."""
     try:
-        if command.subcommand == "plan":
-            return _plan(command.options)
-        if command.subcommand == "report":
-            return write_report(_out(command.options), command.options)
         return _SUBCOMMANDS[command.subcommand](command.options, environ)
     except SweepError as error:
         print(f"lockstride sweep {command.subcommand}: error: {error}", file=sys.stderr)
@@ -77,7 +70,7 @@ def _out(options: SweepOptions) -> Path:
     return options.out
 
 
-def _plan(options: SweepOptions) -> int:
+def _plan(options: SweepOptions, environ: Mapping[str, str]) -> int:
     models = [options.model] if options.model else []
     if options.grid is not None:
         grid, ledger = _grid_and_ledger(options)
@@ -132,10 +125,18 @@ def _status(options: SweepOptions, environ: Mapping[str, str]) -> int:
         return 0
 
 
+def _report(options: SweepOptions, environ: Mapping[str, str]) -> int:
+    from launch.sweep.report.command import write_report  # it needs matplotlib
+
+    return write_report(_out(options), against=options.against, target=options.html)
+
+
 _SUBCOMMANDS: dict[Subcommand, Callable[[SweepOptions, Mapping[str, str]], int]] = {
+    "plan": _plan,
     "render": _render,
     "run": _run,
     "submit": _submit,
     "task": task,
     "status": _status,
+    "report": _report,
 }

@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-import launch.report.rows as report_rows
 import launch.serve.bodies as served
 import launch.sweep.point as sweep_point
+import launch.sweep.report.rows as report_rows
 import launch.tune.journal as tune_journal
 import models.expert_load as expert_load
 import models.kernels.matmul.choice_table as choice_table

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import run_sweep
+from launch.sweep.command import run as run_sweep
 from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
 from launch.sweep.slurm import Slurm

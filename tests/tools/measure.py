@@ -34,7 +34,7 @@ PACKAGES = ("launch", "runtime", "models", "parallel")
 NOT_HOST = "runtime/execute/device/"  # the device, or its twin on a CPU
 # A file belongs to the first area with a prefix of its path; all other files are core.
 AREAS = {
-    "tools": """launch/bench launch/report launch/sweep launch/tune launch/doctor
+    "tools": """launch/bench launch/sweep launch/tune launch/doctor
         models/kernels/bandwidth_probe""",
     "doors": """launch/serve launch/daemon launch/chat launch/generate launch/api launch/complete launch/embed
         runtime/daemon runtime/client_socket runtime/frontend/engine_server runtime/frontend/api_links

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.report.axes import grid, logarithmic
+from launch.sweep.report.axes import grid, logarithmic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

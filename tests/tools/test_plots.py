@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.bench.point import ServePoint
-from tests.launch.report.serve_points import serve_point
+from tests.launch.sweep.report.serve_points import serve_point
 from tests.tools import plots
 from tests.tools.plots import DOCS, Row, at_once, closed_loops, is_model, panels, read_rows
 

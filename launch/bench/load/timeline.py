@@ -1,6 +1,6 @@
 """A run over time: one row for each 100 ms.
 
-Knows: what is counted in an interval. Does not know: how rows are drawn (launch/report/load_plot.py) or kept.
+Knows: what is counted in an interval. Does not know: how rows are drawn (launch/sweep/report/load_plot.py) or kept.
 """
 
 from __future__ import annotations

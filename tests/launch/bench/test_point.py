@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from launch.bench.point import Measured, Point, ServePoint
-from launch.report.rows import Row
+from launch.sweep.report.rows import Row
 
 ADDED = {
     "speculation",

@@ -26,7 +26,7 @@ from launch.bench.serve_options import ServeOptions
 from launch.cli import parse
 from launch.errors import BenchError, UsageError
 from launch.ranks.start_engine import open_engine
-from launch.report.load_plot import LoadPictures
+from launch.sweep.report.load_plot import LoadPictures
 from tests.launch.api.parsed import parsed
 from tests.launch.bench.load.test_openai_backend import Handler, serving
 from tests.runtime.engine.rig import VOCABULARY, tiny_folder

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.__main__ import run_sweep
 from launch.bench.options import BenchCommand, LatencyOptions
 from launch.bench.serve_options import ServeOptions
 from launch.cli import build_parser, parse
+from launch.sweep.command import run as run_sweep
 from launch.sweep.grid import MOST_POINTS, grid_of, read_grid
 from launch.sweep.options import SweepCommand
 from launch.sweep.point import Point, Setting, SweepError, model_names, models_of

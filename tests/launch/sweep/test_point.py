@@ -14,8 +14,8 @@ import yaml
 
 from launch.__main__ import main
 from launch.bench.options import LatencyOptions, ThroughputOptions
-from launch.report.rows import read_report
 from launch.sweep.ledger import Ledger
+from launch.sweep.report.rows import read_report
 from tests.runtime.engine.rig import tiny_folder
 
 ROOT = Path(__file__).resolve().parents[3]

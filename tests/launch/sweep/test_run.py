@@ -14,7 +14,7 @@ from typing import NoReturn, TextIO
 
 import pytest
 
-from launch.__main__ import run_sweep
+from launch.sweep.command import run as run_sweep
 from launch.sweep.ledger import Ledger
 from launch.sweep.options import SweepCommand
 from launch.sweep.outcome import shown_exit, why_failed

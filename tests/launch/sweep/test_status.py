@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import run_sweep
+from launch.sweep.command import run as run_sweep
 from launch.sweep.estimate import batches_of, estimate_seconds, runs_of
 from launch.sweep.grid import grid_of
 from launch.sweep.ledger import Ledger

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.__main__ import run_sweep
 from launch.bench.options import BenchCommand
+from launch.sweep.command import run as run_sweep
 from launch.sweep.options import SweepCommand, SweepOptions
 from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
 from launch.sweep.world import jobs_text, room_text

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.point import ServePoint
-from launch.report.axes import STYLE, figure_of_panels, legend_beside, look_of
+from launch.sweep.report.axes import STYLE, figure_of_panels, legend_beside, look_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

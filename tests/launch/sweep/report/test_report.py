@@ -18,12 +18,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from launch.__main__ import run_sweep
-from launch.report import plots
-from launch.report.command import write_report
-from launch.report.compare import compare
-from launch.report.html import html
-from launch.report.plots import (
+from launch.sweep.command import run as run_sweep
+from launch.sweep.grid import Grid, grid_of
+from launch.sweep.ledger import Ledger
+from launch.sweep.options import SweepCommand
+from launch.sweep.point import SweepError
+from launch.sweep.report import plots
+from launch.sweep.report.command import write_report
+from launch.sweep.report.compare import compare
+from launch.sweep.report.html import html
+from launch.sweep.report.plots import (
     Missing,
     Picture,
     chain,
@@ -37,7 +41,7 @@ from launch.report.plots import (
     throughput,
     tpot,
 )
-from launch.report.rows import (
+from launch.sweep.report.rows import (
     Report,
     Row,
     differences_between,
@@ -48,13 +52,9 @@ from launch.report.rows import (
     series,
     varying_names,
 )
-from launch.sweep.grid import Grid, grid_of
-from launch.sweep.ledger import Ledger
-from launch.sweep.options import SweepCommand
-from launch.sweep.point import SweepError
 from tests.launch.api.parsed import parsed
-from tests.launch.report.serve_points import serve_point
 from tests.launch.sweep.measured_sweep import example_grid, tpot_ms, write_ledger
+from tests.launch.sweep.report.serve_points import serve_point
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)

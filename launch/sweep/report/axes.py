@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.report.rows import Row, panels, series, varying_names
+from launch.sweep.report.rows import Row, panels, series, varying_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

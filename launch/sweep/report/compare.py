@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.report.rows import Report, Row
+from launch.sweep.report.rows import Report, Row
 
 Verdict = Literal["faster", "slower", "same", "one run", "no rate"]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.lines import Line2D
 
-from launch.report.load_plot import LoadPictures, curve_figure, point_name, timeline_figure
-from tests.launch.report.serve_points import serve_point
+from launch.sweep.report.load_plot import LoadPictures, curve_figure, point_name, timeline_figure
+from tests.launch.sweep.report.serve_points import serve_point
 
 
 def xs(line: Line2D) -> list[float]:

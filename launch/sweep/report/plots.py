@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launch.bench.point import ServePoint
-from launch.report.axes import STYLE, Lines, batch_axis, by_panel, figure_of_panels, legend_beside, logarithmic, look_of
-from launch.report.load_plot import draw_curve
-from launch.report.rows import PERCENTILES, Row, panels, series_label, varying_names
 from launch.sweep.point import SweepError
+from launch.sweep.report.axes import (
+    STYLE,
+    Lines,
+    batch_axis,
+    by_panel,
+    figure_of_panels,
+    legend_beside,
+    logarithmic,
+    look_of,
+)
+from launch.sweep.report.load_plot import draw_curve
+from launch.sweep.report.rows import PERCENTILES, Row, panels, series_label, varying_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
