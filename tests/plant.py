@@ -50,8 +50,8 @@ from models.ops.contract import Ops
 from models.ops.select import reference_ops
 from models.ops.table import INVARIANT, Row, TableOps
 from runtime.execute.proposer import Proposer
-from runtime.execute.sampling import prompt_logprobs
-from runtime.execute.step import commit, drafts, gather, packed_pass, row_step, step_io_kernels, tail
+from runtime.execute.sampling import logprobs, prompt_logprobs
+from runtime.execute.step import commit, drafts, gather, packed_pass, row_step, step_io_kernels
 from runtime.execute.step.drafts import DraftTokens
 from runtime.execute.step.graphs import RowGraphs
 from runtime.execute.step.memory import StepParts
@@ -114,10 +114,10 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "rows.try_variant": (RowStep, "try_variant"),
     "prefill.rehearse": (PackedStep, "rehearse"),
     "mixed.rehearse": (PackedStep, "rehearse"),
-    # draw(local_BV, sampling, variant, seen, edits) -> (Draw, Verdict, log-probabilities)
+    # draw(local_TV, sampling, variant, view, drafted) -> (Draw, Verdict, what is reported)
     "tail.draw": (Tail, "_draw"),
     # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
-    "tail.logprobs": (tail, "token_logprobs"),
+    "tail.logprobs": (logprobs, "token_logprobs"),
     "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
     # kernels_for(tensor) -> StepKernels (gather, commit, what a proposer observes); None: torch
     "step.kernels": (step_io_kernels, "kernels_for"),

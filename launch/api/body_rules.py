@@ -17,8 +17,8 @@ import msgspec
 
 from launch.api.json_weight import too_heavy
 from launch.api.schema import ChatFields, CompletionFields
-from runtime.frontend.validation import MAX_CHOICES, RequestError
-from runtime.schedule.request import MAX_TOP_LOGPROBS
+from runtime.frontend.validation import RequestError
+from runtime.schedule.request import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES: Final = 1024  # of one request: prompts x n
 # Each table: field -> the values, null and absence aside, that change nothing.

@@ -77,7 +77,7 @@ def warmed_for(config: EngineConfig, defaults: SamplingParams) -> EngineConfig:
     wanted = {*config.warm, "greedy"}
     if not defaults.greedy:
         wanted.add("random")
-        if defaults.top_k > 0 or defaults.top_p < 1.0 or defaults.min_p > 0.0:
+        if defaults.filtered:
             wanted.add("filtered")
     if defaults.penalised:
         wanted.add("penalised")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runtime.number_text import integer_from, is_whole_number, number_from
+from runtime.schedule.request import NUMBERS
 
 MAX_ID: Final = (1 << 30) - 1
 MAX_NUMBER: Final = (1 << 31) - 1
@@ -163,22 +164,20 @@ def _ids(text: str) -> tuple[int, ...]:
 OPTIONS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "keep": (_flag, "1: park the session when its answer is complete, for EXTEND; else it closes"),
     "text": (_flag, "1: TEXT frames as well"),
+    **{field.name: (integer_from if field.type is int else number_from, "") for field in NUMBERS},
     "seed": (integer_from, "default: chosen by the daemon"),
     "temperature": (number_from, "0 is greedy"),
     "top_k": (integer_from, "0 is all tokens"),
-    "top_p": (number_from, ""),
-    "min_p": (number_from, ""),
-    "repetition_penalty": (number_from, ""),
-    "presence_penalty": (number_from, ""),
-    "frequency_penalty": (number_from, ""),
     "min_tokens": (integer_from, "of each turn"),
+    "logprobs": (integer_from, "LOGPROBS frames with the top N alternatives of each token"),
     "ignore_eos": (_flag, "1: ignore the model's own end ids"),
     "stop": (_texts, 'JSON, "text" or ["text", ...]: the token that completes one is the last of the answer'),
     "stop_ids": (_ids, "JSON, [token, ...]: in addition to the model's own end ids"),
-    "logprobs": (integer_from, "LOGPROBS frames with the top N alternatives of each token"),
     "priority": (integer_from, "lower runs earlier"),
     "add_special_tokens": (_flag, "0: no BOS before the text, as for one that a chat template wrote"),
 }
+for _absent in ("max_tokens", "n", "prompt_logprobs"):  # a turn has its own, and one answer
+    del OPTIONS[_absent]
 
 
 def _options(words: _Words) -> dict[str, Any]:

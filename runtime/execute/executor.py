@@ -42,12 +42,11 @@ from runtime.execute.step.graphs import RowGraphs
 from runtime.execute.step.memory import ExecutorConfig, MakeRole, Role, StepParts, Trial
 from runtime.execute.step.packed_step import PackedStep
 from runtime.execute.step.row_step import RowStep
-from runtime.schedule.plan import StepKind, StepPlan, StepResult
-from runtime.schedule.request import MAX_TOP_LOGPROBS
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-SEEN_TOKENS_SHARE = 0.02  # of device memory: larger tables of seen tokens wait for the first penalised request
+LATE_TABLES_SHARE = 0.02  # of device memory: larger tables of a slot feature wait for the first request with it
 _ALL_COSTS_UP_TO = 1024  # tokens: beyond, a step's time is proportional to them
 _COST_RUNS = 2
 _READ_BYTES = 1 << 30  # of KV, to measure a rate; a multiple of 8
@@ -128,7 +127,7 @@ class Executor:
             max_requests=limits.slots,
             max_blocks=limits.max_blocks,
             vocab_size=self._model.config.vocab_size,
-            seen_bytes=int(device.memory_info().total * SEEN_TOKENS_SHARE),
+            late_bytes=int(device.memory_info().total * LATE_TABLES_SHARE),
             history=0 if self._make_proposer is None else limits.max_model_len + limits.width,
         )
         decode_tokens = (max_rows * limits.window if config.mixed_windows else max_rows) if config.mixed else 0
@@ -140,7 +139,7 @@ class Executor:
             entries=entries,
             rows=max_rows,
             width=limits.width,
-            max_logprobs=MAX_TOP_LOGPROBS,
+            reported=EVERY_FEATURE.reported,
             direct=step_kernels.kernels_for(self.tables.columns.records) is not None,
         )
         self.sizing = self._size()
@@ -486,19 +485,19 @@ class Executor:
         if self.device.torch_device.type == "cpu":
             return True
         buckets = self._config.decode_buckets
-        with self.tables.seen_by_padding():
+        with self.tables.trial(slots=PADDING_SLOT + 1):
             self._compile_ahead(*self._trials(buckets[0], variant))
             self.device.compute.synchronize()  # a stream may run its work later, and the tables are temporary
-        late_seen = variant.penalties and self.tables.seen is None
+        late = [feature for feature in self.tables.features_of(variant) if feature.tables is None]
         rows = sorted({buckets[0], buckets[len(buckets) // 2], buckets[-1]})
         try:
-            if late_seen and not self._config.agree_min(self._peak_of(self.tables.need_seen) < math.inf):
-                return False
-            each_role = zip(*(self._trials(bucket, variant) for bucket in rows), strict=True)
-            return all(self._all_hold(trials, rows) for trials in each_role)
+            with self.tables.trial():
+                for feature in late:
+                    if not self._config.agree_min(self._peak_of(feature.need) < math.inf):
+                        return False
+                each_role = zip(*(self._trials(bucket, variant) for bucket in rows), strict=True)
+                return all(self._all_hold(trials, rows) for trials in each_role)
         finally:
-            if late_seen:
-                self.tables.drop_seen()
             self.device.release_unused()
 
     def _trials(self, bucket: int, variant: SamplingVariant) -> list[Trial]:

@@ -8,99 +8,39 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.sampling.logit_edits import HISTORY, NO_ID, WORD_BITS, mask_words
-from runtime.execute.sampling.penalties import MOST_COUNTED
 from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
-from runtime.schedule.plan import PADDING_SLOT, SlotWrite, StepKind, StepPlan
-from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
 
 _Array = npt.NDArray[Any]
-A = TypeVar("A")
 
 
-@dataclass(slots=True)
-class Changes(Generic[A]):
-    """Everything one step may change; None where it does not. On the host numpy arrays, then tensors on the device.
-
-    slots_N int64 and records_NX int32: slot records (slot_state.py); seated_H int64: those of them whose state begins
-    anew. updates_3U int64: slots whose end moves, where it is then, and whether they are revived. cells_M int64, flat
-    indices into the block table, and blocks_M int32. reset_K int64: slots whose token counts start anew; known_slots_T,
-    known_tokens_T int64 and known_prompt_T bool: the tokens to count for them. row_map_B int64. chunk_tokens_3T int64:
-    token ids, positions, slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64
-    (see Chunks). history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that
-    slots begin with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents behind
-    the step's forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents
-    before it; kept_2C int64: the same behind it, of forks and snapshots. forked_2C and forked_blocks_2C int64: rows of
-    state banks and blocks, and those that get their contents before anything else happens. attention_E4 int32: the plan
-    of the chunks' attention, where it is a table (PlanTable.entries).
-
-    Of logit_edits.py: edit_slots_E int64, edit_sizes_E3 and recent_EH int32: slots that begin to edit logits, or no
-    longer do. bias_cells_F int64, bias_ids_F int32, biases_F float32; bad_cells_G int64, bad_GP int32: what goes where
-    in the tables, seen as [places, ...]. masked_M int64, allowed_MW int32: slots with a mask, and it.
-    """
-
-    slots_N: A | None = None
-    records_NX: A | None = None
-    seated_H: A | None = None
-    updates_3U: A | None = None
-    cells_M: A | None = None
-    blocks_M: A | None = None
-    reset_K: A | None = None
-    known_slots_T: A | None = None
-    known_tokens_T: A | None = None
-    known_prompt_T: A | None = None
-    history_cells_T: A | None = None
-    history_T: A | None = None
-    row_map_B: A | None = None
-    chunk_tokens_3T: A | None = None
-    chunk_rows_4R: A | None = None
-    scored_2S: A | None = None
-    attention_E4: A | None = None
-    copied_blocks_2C: A | None = None
-    restored_2H: A | None = None
-    kept_2C: A | None = None
-    forked_2C: A | None = None
-    forked_blocks_2C: A | None = None
-    edit_slots_E: A | None = None
-    edit_sizes_E3: A | None = None
-    recent_EH: A | None = None
-    bias_cells_F: A | None = None
-    bias_ids_F: A | None = None
-    biases_F: A | None = None
-    bad_cells_G: A | None = None
-    bad_GP: A | None = None
-    masked_M: A | None = None
-    allowed_MW: A | None = None
-
-    def parts(self) -> Iterator[tuple[str, A]]:
-        """The changes there are, by field name."""
-        for name in _CHANGES:
-            value = getattr(self, name)
-            if value is not None:
-                yield name, value
-
-
-_CHANGES = tuple(field.name for field in fields(Changes))
-
-
-def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> Changes[_Array]:
-    """Everything the step changes. ``mapped``: the slots that its row map holds already, told by identity.
+def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> dict[str, _Array]:
+    """Everything the step changes, by name. ``mapped``: the slots that its row map holds already, told by identity.
 
     Chunks are filled up to ``spec.captured`` with tokens of the padding slot, whose KV goes to the trash block,
     and with rows of it up to as many as so many tokens can be, ``max_rows`` at most.
     ValueError, naming the step, for a plan that writes one place twice or outside the tables.
+
+    slots_N int64 and records_NX int32: slot records (slot_state.py); seated_H int64: those of them whose state begins
+    anew. updates_3U int64: slots whose end moves, where it is then, and whether they are revived. cells_M int64, flat
+    indices into the block table, and blocks_M int32. row_map_B int64. chunk_tokens_3T int64: token ids, positions,
+    slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
+    history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that slots begin
+    with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents after the step's
+    forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents before it;
+    kept_2C int64: the same after it, of forks and snapshots. forked_2C and forked_blocks_2C int64: rows of state banks
+    and blocks, and those that get their contents before anything else happens. Of slot features: what each writes.
     """
     plan = spec.plan
-    packed: Changes[_Array] = Changes()
+    packed: dict[str, _Array] = {}
     if plan.slot_writes:
         _pack_slots(packed, plan, tables)
     if plan.slot_updates:
@@ -114,11 +54,11 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         if plan.scored_tokens:
             _pack_scored(packed, plan)
         if copied := [fork.copied for fork in plan.forks if fork.copied is not None]:
-            packed.copied_blocks_2C = np.array(copied, np.int64).T.copy()
+            packed["copied_blocks_2C"] = np.array(copied, np.int64).T.copy()
         _pack_states(packed, plan, tables)
     elif mapped is not plan.slots:
-        packed.row_map_B = np.full(spec.shape.rows, PADDING_SLOT, np.int64)
-        packed.row_map_B[: len(plan.slots)] = plan.slots
+        packed["row_map_B"] = np.full(spec.shape.rows, PADDING_SLOT, np.int64)
+        packed["row_map_B"][: len(plan.slots)] = plan.slots
     return packed
 
 
@@ -143,103 +83,37 @@ def _check_distinct(plan: StepPlan, what: str, keys: _Array) -> None:
         raise ValueError(f"step {plan.step}: two {what} for the same place; a plan names each place once")
 
 
-def _pack_slots(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+def _pack_slots(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     slots_N = np.array([write.slot for write in plan.slot_writes], np.int64)
     _check_slots(plan, "a slot write", slots_N, tables)
     _check_distinct(plan, "slot writes", slots_N)
     records_N = np.zeros(len(slots_N), tables.record_dtype)
     for index, write in enumerate(plan.slot_writes):
         fill_record(records_N[index : index + 1], write, tables.stop_ids)
-    packed.slots_N = slots_N
+    packed["slots_N"] = slots_N
     restored = {slot for _, slot in plan.restored}
     if seated := [w.slot for w in plan.slot_writes if not (w.resumes or w.slot in restored)]:
-        packed.seated_H = np.array(seated, np.int64)
-    packed.records_NX = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
+        packed["seated_H"] = np.array(seated, np.int64)
+    packed["records_NX"] = records_N.view(np.int32).reshape(len(slots_N), tables.record_words)
     if tables.history_SL is not None:
         positions = tables.history_SL.shape[1]
         cells = [write.slot * positions + np.arange(len(write.token_ids)) for write in plan.slot_writes]
-        packed.history_cells_T = np.concatenate(cells)
-        packed.history_T = np.concatenate([np.array(write.token_ids, np.int32) for write in plan.slot_writes])
-    penalised = [write for write in plan.slot_writes if write.sampling.penalised]
-    if penalised:
-        tables.need_seen()
-        _pack_seen(packed, penalised)
-    edited = [write for write in plan.slot_writes if write.sampling.edits_logits or write.slot in tables.edited]
-    if edited:
-        _pack_edits(packed, edited, tables)
+        packed["history_cells_T"] = np.concatenate(cells)
+        packed["history_T"] = np.concatenate([np.array(write.token_ids, np.int32) for write in plan.slot_writes])
+    for feature in tables.features:
+        packed |= feature.write(plan.slot_writes)
 
 
-def _pack_updates(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+def _pack_updates(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     updates_U3 = [(update.slot, update.max_length, update.revive) for update in plan.slot_updates]
-    packed.updates_3U = np.array(updates_U3, np.int64).T.copy()
-    slots_U = packed.updates_3U[0]
+    packed["updates_3U"] = np.array(updates_U3, np.int64).T.copy()
+    slots_U = packed["updates_3U"][0]
     _check_slots(plan, "a slot update", slots_U, tables)
-    written = slots_U if packed.slots_N is None else np.concatenate((slots_U, packed.slots_N))
+    written = slots_U if "slots_N" not in packed else np.concatenate((slots_U, packed["slots_N"]))
     _check_distinct(plan, "slot updates or writes", written)
 
 
-def _pack_seen(packed: Changes[_Array], writes: list[SlotWrite]) -> None:
-    known = [_to_count(write) for write in writes]
-    lengths = [len(tokens) for tokens in known]
-    packed.reset_K = np.array([write.slot for write in writes], np.int64)
-    packed.known_slots_T = np.repeat(packed.reset_K, lengths)
-    packed.known_tokens_T = np.concatenate(known)
-    packed.known_prompt_T = np.concatenate(
-        [np.arange(length) < write.prompt_length for write, length in zip(writes, lengths, strict=True)]
-    )
-
-
-def _to_count(write: SlotWrite) -> _Array:
-    """Its known tokens; of those generated each MOST_COUNTED times at most."""
-    tokens = np.array(write.token_ids, np.int64)
-    generated = tokens[write.prompt_length :]
-    if len(generated) <= MOST_COUNTED:
-        return tokens
-    counted = [np.full(min(n, MOST_COUNTED), i) for i, n in zip(*np.unique(generated, return_counts=True), strict=True)]
-    return np.concatenate((tokens[: write.prompt_length], *counted))
-
-
-def _pack_edits(packed: Changes[_Array], writes: list[SlotWrite], tables: SlotTables) -> None:
-    """Of slots that edit logits, or that did before: only as much as there is."""
-    packed.edit_slots_E = np.array([write.slot for write in writes], np.int64)
-    packed.edit_sizes_E3 = np.array(
-        [
-            (len(s.logit_bias), len(s.bad_words_token_ids), bool(s.allowed_token_ids))
-            for s in (write.sampling for write in writes)
-        ],
-        np.int32,
-    )
-    packed.recent_EH = np.full((len(writes), HISTORY), NO_ID, np.int32)
-    for row, write in zip(packed.recent_EH, writes, strict=True):
-        generated = write.token_ids[max(write.prompt_length, len(write.token_ids) - HISTORY) :]
-        if len(generated):
-            row[-len(generated) :] = generated
-    biases = [(w.slot * MAX_LOGIT_BIAS + i, *pair) for w in writes for i, pair in enumerate(w.sampling.logit_bias)]
-    if biases:
-        cells, ids, values = zip(*biases, strict=True)
-        packed.bias_cells_F = np.array(cells, np.int64)
-        packed.bias_ids_F = np.array(ids, np.int32)
-        packed.biases_F = np.array(values, np.float32)
-    words = [
-        (w.slot * MAX_BAD_WORDS + i, word) for w in writes for i, word in enumerate(w.sampling.bad_words_token_ids)
-    ]
-    if words:
-        packed.bad_cells_G = np.array([cell for cell, _ in words], np.int64)
-        packed.bad_GP = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, np.int32)
-        for ids_P, (_, word) in zip(packed.bad_GP, words, strict=True):
-            ids_P[-len(word) :] = word
-    masked = [write for write in writes if write.sampling.allowed_token_ids]
-    if masked:
-        packed.masked_M = np.array([write.slot for write in masked], np.int64)
-        bits_MV = np.zeros((len(masked), mask_words(tables.vocab_size) * WORD_BITS), np.bool_)
-        for bits_V, write in zip(bits_MV, masked, strict=True):
-            bits_V[list(write.sampling.allowed_token_ids)] = True
-        packed.allowed_MW = np.packbits(bits_MV, axis=1, bitorder="little").view(np.int32)
-    for write in writes:
-        (tables.edited.add if write.sampling.edits_logits else tables.edited.discard)(write.slot)
-
-
-def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+def _pack_blocks(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     count = len(plan.block_writes)
     slots_M, indices_M, blocks_M = _integers(tuple(chain.from_iterable(plan.block_writes))).reshape(count, 3).T
     _check_slots(plan, "a block write", slots_M, tables)
@@ -248,12 +122,12 @@ def _pack_blocks(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
             f"step {plan.step}: a block write names block {indices_M.max()} of a request, the block table has "
             f"{tables.max_blocks}; see --max-model-len"
         )
-    packed.cells_M = slots_M * tables.max_blocks + indices_M
-    _check_distinct(plan, "block writes", packed.cells_M)
-    packed.blocks_M = blocks_M.astype(np.int32)
+    packed["cells_M"] = slots_M * tables.max_blocks + indices_M
+    _check_distinct(plan, "block writes", packed["cells_M"])
+    packed["blocks_M"] = blocks_M.astype(np.int32)
 
 
-def _pack_copies(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+def _pack_copies(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     """One launch copies all, in no order: what one reads no other may write."""
     pairs = [(copy.source, copy.slot) for copy in plan.copies]
     blocks = [copy.copied for copy in plan.copies if copy.copied is not None]
@@ -261,10 +135,10 @@ def _pack_copies(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) ->
         targets = {target for _, target in two}
         if len(targets) < len(two) or any(source in targets for source, _ in two):
             raise ValueError(f"step {plan.step}: copies of {what} {two} write what one of them reads or writes")
-    packed.forked_2C = np.array(pairs, np.int64).T.copy()
-    _check_slots(plan, "a copy", packed.forked_2C, tables)
+    packed["forked_2C"] = np.array(pairs, np.int64).T.copy()
+    _check_slots(plan, "a copy", packed["forked_2C"], tables)
     if blocks:
-        packed.forked_blocks_2C = np.array(blocks, np.int64).T.copy()
+        packed["forked_blocks_2C"] = np.array(blocks, np.int64).T.copy()
 
 
 def kept_states(plan: StepPlan) -> int:
@@ -272,20 +146,20 @@ def kept_states(plan: StepPlan) -> int:
     return len(plan.forks) + len(plan.saved)
 
 
-def _pack_states(packed: Changes[_Array], plan: StepPlan, tables: SlotTables) -> None:
+def _pack_states(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     """Snapshots lie behind slots in the banks of state."""
     last_slot = tables.slots - 1
     if plan.restored:
         restored = [(last_slot + snapshot, slot) for snapshot, slot in plan.restored]
-        packed.restored_2H = np.array(restored, np.int64).T.copy()
+        packed["restored_2H"] = np.array(restored, np.int64).T.copy()
     if kept_states(plan):
         kept = [(plan.chunks[fork.chunk].slot, fork.slot) for fork in plan.forks]
         kept += [(slot, last_slot + snapshot) for slot, snapshot in plan.saved]
-        packed.kept_2C = np.array(kept, np.int64).T.copy()
-        _check_distinct(plan, "copies of state", packed.kept_2C[1])
+        packed["kept_2C"] = np.array(kept, np.int64).T.copy()
+        _check_distinct(plan, "copies of state", packed["kept_2C"][1])
 
 
-def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> None:
+def _pack_chunks(packed: dict[str, _Array], spec: LaunchSpec, max_rows: int) -> None:
     plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
     width, windows = plan.row_tokens, decoding * plan.row_tokens  # tokens of a row that decodes, and of all of them
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
@@ -312,17 +186,17 @@ def _pack_chunks(packed: Changes[_Array], spec: LaunchSpec, max_rows: int) -> No
     rows_4R[2, decoding:chunked] = ends
     rows_4R[2, chunked:real] = ends[[fork.chunk for fork in plan.forks]]
     rows_4R[3, :decoding] = 1
-    packed.chunk_tokens_3T, packed.chunk_rows_4R = tokens_3T, rows_4R
+    packed["chunk_tokens_3T"], packed["chunk_rows_4R"] = tokens_3T, rows_4R
 
 
-def _pack_scored(packed: Changes[_Array], plan: StepPlan) -> None:
-    packed.scored_2S = np.empty((2, plan.scored_tokens), np.int64)
+def _pack_scored(packed: dict[str, _Array], plan: StepPlan) -> None:
+    packed["scored_2S"] = np.empty((2, plan.scored_tokens), np.int64)
     chunk_at, offset = plan.decode_rows * plan.row_tokens, 0
     for chunk in plan.chunks:
         if (scored := chunk.scored) is not None:
             here = slice(offset, offset + len(scored.token_ids))
             before = chunk_at + scored.start - 1 - chunk.start
-            packed.scored_2S[0, here] = np.arange(before, before + len(scored.token_ids))
-            packed.scored_2S[1, here] = scored.token_ids
+            packed["scored_2S"][0, here] = np.arange(before, before + len(scored.token_ids))
+            packed["scored_2S"][1, here] = scored.token_ids
             offset = here.stop
         chunk_at += len(chunk.token_ids)

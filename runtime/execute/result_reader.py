@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ class ResultError(RuntimeError):
     """A step's result could not be landed; the message names the step, the cause is chained."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepLogprobs:
+class StepLogprobs(NamedTuple):
     """Host arrays, one row a plan row: chosen_BW float32, rank_BW int32, top_ids_BWN int32, top_BWN float32.
 
     Meanings are those of logprobs.TokenLogprobs; entries past a row's count mean nothing.
@@ -309,12 +308,14 @@ class ResultReader:
         bucket, width, rows = spec.shape.rows, spec.shape.width, len(spec.plan.slots)
         tokens = bucket * width
         chosen, rank, top_ids, values, _ = np.split(words, np.cumsum([tokens, tokens, tokens * top, tokens * top]))
-        return StepLogprobs(
-            chosen_BW=chosen.view(np.float32).reshape(bucket, width)[:rows].copy(),
-            rank_BW=rank.reshape(bucket, width)[:rows].copy(),
-            top_ids_BWN=top_ids.reshape(bucket, width, top)[:rows].copy(),
-            top_BWN=values.view(np.float32).reshape(bucket, width, top)[:rows].copy(),
+        row, float32 = (bucket, width), np.float32
+        columns: tuple[Any, ...] = (
+            chosen.view(float32).reshape(row),
+            rank.reshape(row),
+            top_ids.reshape(*row, top),
+            values.view(float32).reshape(*row, top),
         )
+        return StepLogprobs(*(column[:rows].copy() for column in columns))
 
     def _time(self, ticket: Ticket, seen_at: float, result: StepResult) -> None:
         """Add this step's gap and duration to the previous end: float32 event times lose microseconds over hours.

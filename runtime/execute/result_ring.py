@@ -9,51 +9,47 @@ step's end store its few words into pinned memory themselves, where the host rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.sampling.logprobs import TokenLogprobs
 
 NO_APPEND = -1  # the stamp of an entry whose step has not appended yet
 
 
 class ResultShape(NamedTuple):
-    """Of one step's results: B ``rows`` of W tokens (``width``), and ``logprobs``: n likely tokens beside each of them;
-    None without log-probabilities."""
+    """Of one step's results: B ``rows`` of W tokens (``width``), and int32 words ``reported`` with each token."""
 
     rows: int
     width: int
-    logprobs: int | None = None
+    reported: int = 0
 
     def __str__(self) -> str:
-        beside = "no log-probabilities" if self.logprobs is None else f"{self.logprobs} likely tokens beside each"
-        return f"{self.rows} rows x {self.width} tokens, {beside}"
+        return f"{self.rows} rows x {self.width} tokens, {self.reported} words reported with each"
 
     @property
     def words(self) -> int:
-        """int32: stamp, tokens [B, W], counts [B], finish [B] and, unless None, chosen [B, W], rank [B, W],
-        top ids [B, W, n], top values [B, W, n]."""
-        words = 1 + self.rows * (self.width + 2)
-        return words if self.logprobs is None else words + self.rows * self.width * (2 + 2 * self.logprobs)
+        """int32: stamp, tokens [B, W], counts [B], finish [B], then what features report, one after the other [B, W,
+        ...]: chosen [B, W], rank [B, W], top ids [B, W, n], top values [B, W, n] with log-probabilities."""
+        return 1 + self.rows * (self.width + 2) + self.rows * self.width * self.reported
 
 
 class ResultRing:
     """``append`` runs inside the step, captured or not: where to write is a counter on the device.
 
     buffer_EX int32 [entries, words] on the device; host_EX: as large, pinned; appended_1 int64 [1]: the next append's
-    number, modulo ``stamps``. On CUDA step/commit.py does what ``append`` does, but for results with log-probabilities,
-    and stores into ``stored_EX``: with ``direct`` host_EX, else buffer_EX. ``latest``: the shape of what was checked
+    number, modulo ``stamps``. On CUDA step/commit.py does what ``append`` does if nothing is ``reported``, and stores
+    into ``stored_EX``: with ``direct`` host_EX, else buffer_EX. ``latest``: the shape of what was checked
     last, None where it was undone; replays of a captured step check nothing.
     """
 
     def __init__(
-        self, device: Device, *, entries: int, rows: int, width: int, max_logprobs: int = 0, direct: bool = False
+        self, device: Device, *, entries: int, rows: int, width: int, reported: int = 0, direct: bool = False
     ) -> None:
-        self.room = ResultShape(rows, width, max_logprobs)  # of an entry
+        self.room = ResultShape(rows, width, reported)  # of an entry
         self.latest: ResultShape | None = None
         self.buffer_EX = device.zeros(entries, self.room.words, dtype=torch.int32)
         self.host_EX = device.pinned(entries, self.room.words, dtype=torch.int32)
@@ -64,42 +60,42 @@ class ResultRing:
         self.stamps = 2**31 - 2**31 % entries  # appends are numbered modulo this
         self.appended_1 = device.zeros(1, dtype=torch.int64)
 
-    def append(
-        self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, logprobs: TokenLogprobs | None = None
-    ) -> None:
+    def append(self, tokens_BW: Tensor, counts_B: Tensor, finish_B: Tensor, reported: Sequence[Tensor] = ()) -> None:
         """Write one step's results into the next entry; exactly once a step. Graph-safe.
 
-        Integers of any width. ``logprobs`` of the B * W tokens, in that order, whatever its leading shape. ValueError
-        where a shape does not fit the others, or an entry.
+        Integers of any width. ``reported`` of the B * W tokens, in that order, whatever the leading shape; dtypes of 4
+        bytes. ValueError where a shape does not fit the others, or an entry.
         """
         if tokens_BW.dim() != 2:
             raise ValueError(f"results of tokens {list(tokens_BW.shape)}; they are to be [B, W]")
         rows, width = tokens_BW.shape
         check_shapes(f"{rows} rows x {width} tokens", {"counts": (counts_B, (rows,)), "finish": (finish_B, (rows,))})
-        self.check(rows, width, logprobs)
+        self.check(rows, width, reported)
         integers = [self.appended_1, tokens_BW, counts_B, finish_B]
         words = [part.reshape(-1).to(torch.int32) for part in integers]
-        if logprobs is not None:
-            words += [part.reshape(-1).view(torch.int32) for part in logprobs]
+        words += [part.reshape(-1).view(torch.int32) for part in reported]
         packed = torch.cat(words).unsqueeze(0)
         self.buffer_EX[:, : packed.shape[1]].index_copy_(0, self.appended_1 % self.entries, packed)
         self.appended_1.add_(1).remainder_(self.stamps)
 
-    def check(self, rows: int, width: int, logprobs: TokenLogprobs | None = None) -> None:
-        """To be called before each append. ValueError where an entry has no room for such results, or ``logprobs`` are
+    def check(self, rows: int, width: int, reported: Sequence[Tensor] = ()) -> None:
+        """To be called before each append. ValueError where an entry has no room for such results, or ``reported`` is
         of another number of tokens."""
-        shape = ResultShape(rows, width, None if logprobs is None else _likely_tokens(rows * width, logprobs))
+        tokens, sizes = rows * width, [part.numel() for part in reported]
+        if any(size % tokens for size in sizes):
+            raise ValueError(f"{sizes} words reported with {tokens} tokens: each size must be a multiple")
+        shape = ResultShape(rows, width, sum(sizes) // tokens)
         self.check_room(shape)
         self.latest = shape
 
     def is_home(self, shape: ResultShape) -> bool:
         """Whether results of that shape are in ``host_EX`` when their step has run, without a copy."""
-        return self.direct and shape.logprobs is None
+        return self.direct and not shape.reported
 
     def check_room(self, shape: ResultShape) -> None:
         """ValueError where an entry is smaller, in any dimension."""
         room = self.room
-        if shape.rows > room.rows or shape.width > room.width or (shape.logprobs or 0) > (room.logprobs or 0):
+        if any(wanted > there for wanted, there in zip(shape, room, strict=True)):
             raise ValueError(f"results of {shape}; an entry of the ring has room for {room}")
 
     def check_latest(self, expected: ResultShape) -> None:
@@ -134,13 +130,3 @@ def check_shapes(of: str, parts: Mapping[str, tuple[Tensor | None, tuple[int, ..
     ]
     if wrong:
         raise ValueError(f"results of {of} with {', '.join(wrong)}")
-
-
-def _likely_tokens(tokens: int, logprobs: TokenLogprobs) -> int:
-    """How many there are beside each. ValueError where they are not of so many tokens."""
-    top_n = logprobs.top_ids.shape[-1]
-    sizes = {name: part.numel() for name, part in logprobs._asdict().items()}
-    wanted = {"chosen": tokens, "rank": tokens, "top_ids": tokens * top_n, "top_values": tokens * top_n}
-    if sizes != wanted:
-        raise ValueError(f"log-probabilities {sizes} for {tokens} tokens and {top_n} likely ones beside each: {wanted}")
-    return top_n

@@ -22,9 +22,9 @@ Slot 0 is the padding slot: finished always, all its blocks block 0, the trash b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.sampling.inputs import SamplingInputs
-from runtime.execute.sampling.logit_edits import LogitEdits
-from runtime.execute.sampling.penalties import SeenTokens
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.slots.feature import SlotFeature
+from runtime.execute.slots.features import FEATURES
 from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
@@ -110,20 +110,9 @@ class SlotColumns:
     unused.
     """
 
-    last_token: Tensor
-    seed: Tensor
-    length: Tensor
-    epoch: Tensor
-    finished: Tensor
-    min_length: Tensor
-    max_length: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(self, records: Tensor, stop_ids: int) -> None:
         views = {"<i8": records.view(torch.int64), "<i4": records, "<f4": records.view(torch.float32)}
@@ -145,13 +134,10 @@ class SlotColumns:
 class SlotTables:
     """All tables, for slots 0..max_requests (0 is padding), allocated once.
 
-    last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. Tokens seen,
-    for penalties: ``seen`` (penalties.py) over this rank's ``vocab_size`` ids from ``vocab_start`` on. Up to
-    ``seen_bytes`` these are allocated at once; larger ones when the first penalised request comes, which
-    ``late_seen_tables`` counts. None allocates at once whatever the size. What requests ask to be done to logits of
-    tokens that they name: ``edits`` (logit_edits.py), over the whole vocabulary; ``edited`` are the slots of which the
-    tables hold something, as the host has staged it. ``history_SL`` int32 [slots, history]: the tokens of each slot's
-    sequence by position, where proposers ask for it (``history`` positions, 0: None); past its length it means nothing.
+    last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. ``features``:
+    one of each, over ``vocab_size`` ids; one with more than ``late_bytes`` of late tables makes them when the first
+    request needs it (None: no limit). ``history_SL`` int32 [slots, history]: the tokens of each slot's sequence by
+    position, where proposers ask for it (``history`` positions, 0: None); past its length it means nothing.
     """
 
     def __init__(
@@ -161,27 +147,22 @@ class SlotTables:
         max_requests: int,
         max_blocks: int,
         vocab_size: int,
-        vocab_start: int = 0,
         stop_ids: int = MAX_STOP_TOKEN_IDS,
-        seen_bytes: int | None = None,
+        late_bytes: int | None = None,
         history: int = 0,
     ) -> None:
         self.slots = max_requests + 1
         self.max_blocks = max_blocks
         self.vocab_size = vocab_size
-        self.vocab_start = vocab_start
         self.stop_ids = stop_ids
         self.record_dtype = record_dtype(stop_ids)
-        self.late_seen_tables = 0
-        self._device = device
         self.columns = SlotColumns(device.zeros(self.slots, self.record_words, dtype=torch.int32), stop_ids)
         self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
-        self.edits = LogitEdits.empty(device, self.slots, vocab_size)
-        self.edited: set[int] = set()
+        self.features = [make(device, self.slots, vocab_size) for make in FEATURES]
+        for feature in self.features:
+            if late_bytes is None or feature.late_bytes <= late_bytes:
+                feature.need()
         self.history_SL = device.zeros(self.slots, history, dtype=torch.int32) if history else None
-        self.seen: SeenTokens | None = None
-        if seen_bytes is None or self.slots * vocab_size * 3 <= seen_bytes:
-            self.seen = self._new_seen()
         device.compute.submit(lambda: self._end(slice(None)))
         device.compute.synchronize()
 
@@ -189,32 +170,23 @@ class SlotTables:
     def record_words(self) -> int:
         return self.record_dtype.itemsize // 4
 
-    def _new_seen(self, slots: int | None = None) -> SeenTokens:
-        shape = (slots or self.slots, self.vocab_size)
-        return SeenTokens(self._device.zeros(*shape, dtype=torch.int16), self._device.zeros(*shape, dtype=torch.bool))
-
-    def need_seen(self) -> SeenTokens:
-        """The tables of tokens seen, allocated now if they are not there yet."""
-        if self.seen is None:
-            self.seen = self._new_seen()
-            self.late_seen_tables += 1
-        return self.seen
+    def features_of(self, variant: SamplingVariant) -> Sequence[SlotFeature[Any]]:
+        """Those that a step of such sampling has."""
+        return [feature for feature in self.features if getattr(variant, feature.name)]
 
     @contextmanager
-    def seen_by_padding(self) -> Iterator[None]:
-        """Inside, tables of tokens seen that are not there yet are of the padding slot alone: those of all slots may be
-        large. For start-up, where nothing but padding runs."""
-        before = self.seen
-        if before is None:
-            self.seen = self._new_seen(slots=PADDING_SLOT + 1)
+    def trial(self, slots: int | None = None) -> Iterator[None]:
+        """Late tables of features that are made inside are given back. With ``slots``, those that are not there yet are
+        made at once, of so many slots. For start-up, where nothing but padding runs."""
+        before = [feature.tables for feature in self.features]
         try:
+            for feature in self.features:
+                if slots is not None and feature.tables is None:
+                    feature.tables = feature.make(slots)
             yield
         finally:
-            self.seen = before
-
-    def drop_seen(self) -> None:
-        """Give the tables of tokens seen back. For start-up, where a trial made them."""
-        self.seen, self.late_seen_tables = None, 0
+            for feature, tables in zip(self.features, before, strict=True):
+                feature.tables = tables
 
     def reset_padding(self) -> None:
         """The padding slot's record as it was at first, finished: without it every row of padding would be live."""

@@ -28,9 +28,7 @@ from torch import Tensor
 from models.inputs import StateRows
 from runtime.execute.device.protocol import Device, Event
 from runtime.execute.launch_spec import LaunchSpec
-from runtime.execute.packing import Changes, kept_states, pack
-from runtime.execute.sampling.logit_edits import LogitEdits
-from runtime.execute.sampling.penalties import load_tokens_, reset_slots_
+from runtime.execute.packing import kept_states, pack
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK, StepKind
 
@@ -102,7 +100,7 @@ class Staged:
     """A step's changes on their way: to be given to ``Staging.apply``, once."""
 
     spec: LaunchSpec
-    changes: Changes[Tensor]
+    changes: dict[str, Tensor]
     entry: _Entry
 
 
@@ -237,22 +235,20 @@ class Staging:
         self._check_room(spec.plan.step, packed)
         if spec.role in self._attention_plans:
             make, _ = self._attention_plans[spec.role]
-            packed.attention_E4 = make(spec)
-        parts = [(name, array, _aligned(array.nbytes)) for name, array in packed.parts()]
-        total = sum([size for _, _, size in parts])
+            if (entries_E4 := make(spec)) is not None:
+                packed["attention_E4"] = entries_E4
+        total = sum(_aligned(array.nbytes) for array in packed.values())
         if total == 0:
             return None
         entry = self._next_entry(total)
-        host = entry.host.numpy()
-        changes: Changes[Tensor] = Changes()
-        offset = 0
-        for name, array, size in parts:
+        host, changes, offset = entry.host.numpy(), dict[str, Tensor](), 0
+        for name, array in packed.items():
             host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
             raw = entry.device[offset : offset + array.nbytes]
-            setattr(changes, name, raw.view(_TORCH_DTYPES[array.dtype]).view(array.shape))
-            offset += size
+            changes[name] = raw.view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+            offset += _aligned(array.nbytes)
         self._send(entry, total)
-        if packed.row_map_B is not None:
+        if "row_map_B" in packed:
             self._mapped[row_map] = spec.plan.slots
         self._unapplied = spec.plan.step
         return Staged(spec, changes, entry)
@@ -260,30 +256,30 @@ class Staging:
     def apply(self, staged: Staged) -> None:
         """Put staged changes into force on the compute stream, before the step's work."""
         tables, changes = self._tables, staged.changes
-        row_map = self.row_map(staged.spec.role, staged.spec.shape.rows) if changes.row_map_B is not None else None
+        row_map = self.row_map(staged.spec.role, staged.spec.shape.rows) if "row_map_B" in changes else None
         chunks = (self._chunk_tokens_3T, self._chunk_rows_4R, self._scored_2T, self._copied_blocks_2R, self._kept_2R)
-        place_E4 = self._attention_plans[staged.spec.role][1] if changes.attention_E4 is not None else None
 
         def work() -> None:
-            if changes.forked_2C is not None and self.on_forked is not None:
-                self.on_forked(changes.forked_2C, changes.forked_blocks_2C)
+            if "forked_2C" in changes and self.on_forked is not None:
+                self.on_forked(changes["forked_2C"], changes.get("forked_blocks_2C"))
             apply_changes(changes, tables, row_map, *chunks)
-            if changes.attention_E4 is not None and place_E4 is not None:
-                place_E4[: len(changes.attention_E4)].copy_(changes.attention_E4)
-            if changes.seated_H is not None and self.on_seated is not None:
-                self.on_seated(changes.seated_H)
-            if changes.restored_2H is not None and self.on_restored is not None:
-                self.on_restored(changes.restored_2H)
+            if "attention_E4" in changes:
+                place_E4, entries_E4 = self._attention_plans[staged.spec.role][1], changes["attention_E4"]
+                place_E4[: len(entries_E4)].copy_(entries_E4)
+            if "seated_H" in changes and self.on_seated is not None:
+                self.on_seated(changes["seated_H"])
+            if "restored_2H" in changes and self.on_restored is not None:
+                self.on_restored(changes["restored_2H"])
 
         self._device.compute.wait(staged.entry.copied)
         self._device.compute.submit(work)
         self._device.compute.record(staged.entry.applied)
         self._unapplied = None
 
-    def _check_room(self, step: int, packed: Changes[npt.NDArray[Any]]) -> None:
+    def _check_room(self, step: int, packed: dict[str, npt.NDArray[Any]]) -> None:
         for what, chunk_array, room, option in (
-            ("prefill tokens", packed.chunk_tokens_3T, self._chunk_tokens_3T, "--max-num-batched-tokens"),
-            ("prefill rows", packed.chunk_rows_4R, self._chunk_rows_4R, "--max-num-seqs"),
+            ("prefill tokens", packed.get("chunk_tokens_3T"), self._chunk_tokens_3T, "--max-num-batched-tokens"),
+            ("prefill rows", packed.get("chunk_rows_4R"), self._chunk_rows_4R, "--max-num-seqs"),
         ):
             if chunk_array is not None and chunk_array.shape[1] > room.shape[1]:
                 wanted = chunk_array.shape[1]
@@ -327,7 +323,7 @@ class Staging:
 
 
 def apply_changes(
-    changes: Changes[Tensor],
+    changes: dict[str, Tensor],
     tables: SlotTables,
     row_map: Tensor | None,
     chunk_tokens_3T: Tensor,
@@ -337,52 +333,27 @@ def apply_changes(
     kept_2R: Tensor,
 ) -> None:
     """Scatter staged changes into their tables: a few kernels, none without a change, no synchronisation."""
-    if changes.slots_N is not None and changes.records_NX is not None:
-        tables.columns.records.index_copy_(0, changes.slots_N, changes.records_NX)
-    if changes.updates_3U is not None:
-        tables.move_ends(*changes.updates_3U)
-    if changes.cells_M is not None and changes.blocks_M is not None:
-        tables.block_table_SP.view(-1).index_copy_(0, changes.cells_M, changes.blocks_M)
-    if changes.history_cells_T is not None and changes.history_T is not None and tables.history_SL is not None:
-        tables.history_SL.view(-1).index_copy_(0, changes.history_cells_T, changes.history_T)
-    if changes.reset_K is not None:
-        _load_seen(changes, tables, changes.reset_K)
-    if changes.edit_slots_E is not None:
-        _load_edits(changes, tables.edits, changes.edit_slots_E)
-    if changes.row_map_B is not None and row_map is not None:
-        row_map.copy_(changes.row_map_B)
-    if changes.chunk_tokens_3T is not None:
-        chunk_tokens_3T[:, : changes.chunk_tokens_3T.shape[1]].copy_(changes.chunk_tokens_3T)
-    if changes.chunk_rows_4R is not None:
-        chunk_rows_4R[:, : changes.chunk_rows_4R.shape[1]].copy_(changes.chunk_rows_4R)
-    if changes.scored_2S is not None:
-        scored_2T[:, : changes.scored_2S.shape[1]].copy_(changes.scored_2S)
-    if changes.copied_blocks_2C is not None:
-        copied_blocks_2R[:, : changes.copied_blocks_2C.shape[1]].copy_(changes.copied_blocks_2C)
-    if changes.kept_2C is not None:
-        kept_2R[:, : changes.kept_2C.shape[1]].copy_(changes.kept_2C)
-
-
-def _load_seen(changes: Changes[Tensor], tables: SlotTables, reset_K: Tensor) -> None:
-    seen = tables.need_seen()
-    reset_slots_(seen, reset_K)
-    slots_T, tokens_T, prompt_T = changes.known_slots_T, changes.known_tokens_T, changes.known_prompt_T
-    if slots_T is not None and tokens_T is not None and prompt_T is not None:
-        load_tokens_(seen, slots_T, tokens_T, prompt_T, torch.ones_like(prompt_T), tables.vocab_start)
-
-
-def _load_edits(changes: Changes[Tensor], edits: LogitEdits, slots_E: Tensor) -> None:
-    places: list[tuple[Tensor, Tensor | None, Tensor | None]] = [
-        (edits.sizes_S3, slots_E, changes.edit_sizes_E3),
-        (edits.recent_SH, slots_E, changes.recent_EH),
-        (edits.bias_ids_SK.view(-1), changes.bias_cells_F, changes.bias_ids_F),
-        (edits.biases_SK.view(-1), changes.bias_cells_F, changes.biases_F),
-        (edits.bad_SMP.flatten(0, 1), changes.bad_cells_G, changes.bad_GP),
-        (edits.allowed_SW, changes.masked_M, changes.allowed_MW),
-    ]
-    for table, index, values in places:
-        if index is not None and values is not None:
-            table.index_copy_(0, index, values)
+    if "slots_N" in changes:
+        tables.columns.records.index_copy_(0, changes["slots_N"], changes["records_NX"])
+    if "updates_3U" in changes:
+        tables.move_ends(*changes["updates_3U"])
+    if "cells_M" in changes:
+        tables.block_table_SP.view(-1).index_copy_(0, changes["cells_M"], changes["blocks_M"])
+    if "history_T" in changes and tables.history_SL is not None:
+        tables.history_SL.view(-1).index_copy_(0, changes["history_cells_T"], changes["history_T"])
+    for feature in tables.features:
+        feature.load(changes)
+    if row_map is not None:
+        row_map.copy_(changes["row_map_B"])
+    for name, place in (
+        ("chunk_tokens_3T", chunk_tokens_3T),
+        ("chunk_rows_4R", chunk_rows_4R),
+        ("scored_2S", scored_2T),
+        ("copied_blocks_2C", copied_blocks_2R),
+        ("kept_2C", kept_2R),
+    ):
+        if name in changes:
+            place[:, : changes[name].shape[1]].copy_(changes[name])
 
 
 def _aligned(size: int) -> int:

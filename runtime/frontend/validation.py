@@ -19,50 +19,27 @@ from typing import Any, Final
 
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.schedule.request import (
+    ABOVE_0,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_SALT_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
+    NUMBERS,
     Request,
     SamplingParams,
     packed,
 )
 
-MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
-MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
 MAX_BIAS: Final = 100.0  # of logit_bias, as in OpenAI's API
 MAX_QUANTUM: Final = 2**31 - 1
 MAX_PRIORITY: Final = 2**31 - 1
-_INT64: Final = 2**63
 _REQUEST_IDS: Final = 2**62  # what control records carry (runtime/replicate/event_codec.py)
 
-# Legal range of each field, both ends included; min_tokens ends at max_tokens, top_p begins above 0.
-_WHOLE: Final[Mapping[str, tuple[int, int]]] = {
-    "n": (1, MAX_CHOICES),
-    "max_tokens": (1, _INT64 - 1),
-    "min_tokens": (0, _INT64 - 1),
-    "top_k": (0, 2**31 - 1),
-}
-_WHOLE_OR_NONE: Final[Mapping[str, tuple[int, int]]] = {
-    "seed": (-_INT64, _INT64 - 1),
-    "logprobs": (0, MAX_TOP_LOGPROBS),
-    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
-}
-_NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0.0, MAX_FACTOR),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1 / MAX_FACTOR, MAX_FACTOR),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-_ABOVE: Final = frozenset({"top_p"})  # the low end itself is not legal
-_ORDER: Final = (*_WHOLE, *_NUMBERS, *_WHOLE_OR_NONE)
-_values_of = attrgetter(*_ORDER)
+_numbers_of = attrgetter(*(field.name for field in NUMBERS))
 
 
 class RequestError(ValueError):
@@ -168,13 +145,10 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         raise RequestError(f"the sampling parameters are {_shown(sampling)}, but must be SamplingParams")
     name, plain = "", dict[str, Any]()
     try:
-        for name, value in zip(_ORDER, _values_of(sampling), strict=True):
-            if name in _WHOLE:
-                plain[name] = _whole(name, value, *_WHOLE[name])
-            elif name in _NUMBERS:
-                plain[name] = _number(name, value, *_NUMBERS[name], above=name in _ABOVE)
-            else:
-                plain[name] = None if value is None else _whole(name, value, *_WHOLE_OR_NONE[name])
+        for (name, kind, default, lowest, highest), value in zip(NUMBERS, _numbers_of(sampling), strict=True):
+            checked = _whole if kind is int else _number
+            optional = value is None and default is None
+            plain[name] = None if optional else checked(name, value, lowest, highest)
         name = "min_tokens"
         _whole(name, plain[name], 0, plain["max_tokens"])
         name = "cache_salt"
@@ -183,10 +157,10 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         name = "ignore_eos"
         if not isinstance(sampling.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
-        for name, checked in _LISTS.items():
+        for name, checked_list in _LISTS.items():
             value = getattr(sampling, name)
             if type(value) is not tuple or value:  # mostly they are empty
-                plain[name] = checked(value, vocab_size)
+                plain[name] = checked_list(value, vocab_size)
     except RequestError as error:
         error.field = name
         raise
@@ -347,7 +321,7 @@ def _integer(name: str, value: object) -> int:
     return int(value)
 
 
-def _whole(name: str, value: object, low: int, high: int) -> int:
+def _whole(name: str, value: object, low: float, high: float) -> int:
     number = _integer(name, value)
     if not low <= number <= high:
         legal = f"at least {low}" if number < low and high >= 2**31 - 1 else f"{low} to {high}"
@@ -355,17 +329,15 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """``value`` must be a number, finite, at least ``low`` (more than it if ``above``) and at most ``high``."""
+def _number(name: str, value: object, low: float, high: float) -> float:
+    """``value`` must be a number, finite, at least ``low`` and at most ``high``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name} is {_shown(value)}, but must be a number")
     given: Any = value
     # Compared before it becomes a float: a whole number may be beyond all of them. NaN compares as false.
-    if (low < given if above else low <= given) and given <= high and math.isfinite(given):
-        number = float(given)
-        if low < number or not above:  # a fraction may be too small for any float but 0
-            return number
-    legal = f"more than {low:g}" if above else f"at least {low:g}"
+    if low <= given <= high and math.isfinite(given):
+        return float(given)
+    legal = "more than 0" if low == ABOVE_0 else f"at least {low:g}"
     raise RequestError(f"{name} is {_shown(value)}, but must be {legal} and at most {high:g}")
 
 

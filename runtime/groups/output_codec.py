@@ -9,7 +9,7 @@ An output that is larger than a message may be is sent as several, each with som
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -86,10 +86,10 @@ _DECODER = msgspec.msgpack.Decoder(_Output)
 def encode_output(turn: int, output: StepOutput, most_tokens: int = TOKENS_A_MESSAGE) -> Iterator[bytes]:
     """What a group says of ``turn``, as one message or more: the rows in the first, the ends over all of them."""
     pieces = list(_in_pieces(output.finished, most_tokens)) or [()]
-    logprobs = None if output.logprobs is None else _step_wire(output.logprobs)
+    logprobs = None if output.logprobs is None else _wire(output.logprobs)
     scores = None
     if output.prompt_logprobs is not None:
-        scores = tuple(None if row is None else _scores_wire(row) for row in output.prompt_logprobs)
+        scores = tuple(None if row is None else _Scores(row.start, _wire(row[1:])) for row in output.prompt_logprobs)
     ids, tokens, counts = list(output.request_ids), list(output.tokens), list(output.counts)
     for number, finished in enumerate(pieces):
         ends = tuple(
@@ -131,7 +131,10 @@ def decode_output(payload: bytes) -> tuple[int, StepOutput]:
     if wire.prompt_logprobs is not None:
         if len(wire.prompt_logprobs) != rows:
             raise OutputRefused(f"step {wire.step}: scores of {len(wire.prompt_logprobs)} prompts for {rows} rows")
-        scores = tuple(None if row is None else _scores_of(row) for row in wire.prompt_logprobs)
+        scores = tuple(
+            None if row is None else PromptLogprobs(row.start, *_columns(row.values, *row.values.chosen.shape[:1]))
+            for row in wire.prompt_logprobs
+        )
     output = StepOutput(
         step=wire.step,
         request_ids=wire.request_ids,
@@ -142,7 +145,7 @@ def decode_output(payload: bytes) -> tuple[int, StepOutput]:
             Finished(one.request_id, one.reason, one.token_ids, one.detail, one.rounds, one.accepted)
             for one in wire.finished
         ),
-        logprobs=None if wire.logprobs is None else _step_of(wire.logprobs, rows, width),
+        logprobs=None if wire.logprobs is None else StepLogprobs(*_columns(wire.logprobs, rows, width)),
         prompt_logprobs=scores,
     )
     return wire.turn, output
@@ -151,37 +154,18 @@ def decode_output(payload: bytes) -> tuple[int, StepOutput]:
 # ---- log-probabilities ----
 
 
-def _step_wire(columns: StepLogprobs) -> _Logprobs:
-    return _Logprobs(
-        _array(columns.chosen_BW), _array(columns.rank_BW), _array(columns.top_ids_BWN), _array(columns.top_BWN)
-    )
+def _wire(columns: Iterable[npt.NDArray[Any]]) -> _Logprobs:
+    return _Logprobs(*map(_array, columns))
 
 
-def _step_of(wire: _Logprobs, rows: int, width: int) -> StepLogprobs:
-    top = wire.top_ids.shape[-1] if wire.top_ids.shape else 0
-    return StepLogprobs(
-        chosen_BW=_values(wire.chosen, np.float32, (rows, width)),
-        rank_BW=_values(wire.rank, np.int32, (rows, width)),
-        top_ids_BWN=_values(wire.top_ids, np.int32, (rows, width, top)),
-        top_BWN=_values(wire.top, np.float32, (rows, width, top)),
-    )
-
-
-def _scores_wire(scores: PromptLogprobs) -> _Scores:
-    values = _Logprobs(_array(scores.chosen_S), _array(scores.rank_S), _array(scores.top_ids_SN), _array(scores.top_SN))
-    return _Scores(scores.start, values)
-
-
-def _scores_of(wire: _Scores) -> PromptLogprobs:
-    values = wire.values
-    shape = values.top_ids.shape
-    tokens, top = shape if len(shape) == 2 else (0, 0)
-    return PromptLogprobs(
-        wire.start,
-        chosen_S=_values(values.chosen, np.float32, (tokens,)),
-        rank_S=_values(values.rank, np.int32, (tokens,)),
-        top_ids_SN=_values(values.top_ids, np.int32, (tokens, top)),
-        top_SN=_values(values.top, np.float32, (tokens, top)),
+def _columns(wire: _Logprobs, *leading: int) -> tuple[Any, ...]:
+    """Of StepLogprobs and PromptLogprobs. Raises OutputRefused if they are of other tokens than ``leading``."""
+    whole = *leading, (wire.top_ids.shape or (0,))[-1]
+    return (
+        _values(wire.chosen, np.float32, leading),
+        _values(wire.rank, np.int32, leading),
+        _values(wire.top_ids, np.int32, whole),
+        _values(wire.top, np.float32, whole),
     )
 
 

@@ -56,38 +56,22 @@ def _merged_logprobs(outputs: Sequence[StepOutput], width: int) -> StepLogprobs 
         return None
     top = max(columns.top_ids_BWN.shape[-1] for columns in present)
     parts = [_widened(output, width, top) for output in outputs]
-    return StepLogprobs(
-        chosen_BW=np.concatenate([part.chosen_BW for part in parts]),
-        rank_BW=np.concatenate([part.rank_BW for part in parts]),
-        top_ids_BWN=np.concatenate([part.top_ids_BWN for part in parts]),
-        top_BWN=np.concatenate([part.top_BWN for part in parts]),
-    )
+    return StepLogprobs(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _widened(output: StepOutput, width: int, top: int) -> StepLogprobs:
-    shape = (len(output.request_ids), width)
-    if output.logprobs is None:
-        return StepLogprobs(
-            chosen_BW=np.full(shape, np.nan, np.float32),
-            rank_BW=np.zeros(shape, np.int32),
-            top_ids_BWN=np.full((*shape, top), -1, np.int32),
-            top_BWN=np.full((*shape, top), np.nan, np.float32),
-        )
-    columns: StepLogprobs = output.logprobs
-    wider, more = width - output.width, top - columns.top_ids_BWN.shape[-1]
-    if not wider and not more:
-        return columns
-    return StepLogprobs(
-        chosen_BW=_padded(columns.chosen_BW, (wider,), np.nan),
-        rank_BW=_padded(columns.rank_BW, (wider,), 0),
-        top_ids_BWN=_padded(columns.top_ids_BWN, (wider, more), -1),
-        top_BWN=_padded(columns.top_BWN, (wider, more), np.nan),
-    )
+    columns, rows = output.logprobs, len(output.request_ids)
+    if columns is None:  # of no tokens, to be filled up
+        floats, ids = np.zeros((rows, 0, 0), np.float32), np.zeros((rows, 0, 0), np.int32)
+        columns = StepLogprobs(floats.reshape(rows, 0), ids.reshape(rows, 0), ids, floats)
+    fills = np.nan, 0, -1, np.nan
+    return StepLogprobs(*(_padded(values, (width, top), fill) for values, fill in zip(columns, fills, strict=True)))
 
 
-def _padded(values: npt.NDArray[Any], more: tuple[int, ...], fill: float) -> npt.NDArray[Any]:
-    """``values`` with so many more columns behind those of each dimension after the first."""
-    return np.pad(values, ((0, 0), *((0, n) for n in more)), constant_values=fill)
+def _padded(values: npt.NDArray[Any], sizes: tuple[int, ...], fill: float) -> npt.NDArray[Any]:
+    """``values`` with ``fill`` up to such sizes of the dimensions after the first."""
+    more = [(0, size - own) for size, own in zip(sizes, values.shape[1:], strict=False)]
+    return np.pad(values, ((0, 0), *more), constant_values=fill)
 
 
 def _merged_scores(outputs: Sequence[StepOutput]) -> tuple[Any, ...] | None:

@@ -60,19 +60,4 @@ class DpStepSync:
         if not decode_bucket and not prefill_tokens:
             return None
         self.idle_steps += not (needs.decode_bucket or needs.prefill_tokens)
-        return LaunchNeeds(decode_bucket, prefill_tokens, _variant_of(variant), width)
-
-
-def _variant_of(numbers: Sequence[int]) -> SamplingVariant:
-    """The variant that covers every group's, from the maxima of ``astuple``."""
-    random, filters, penalties, min_tokens, logprobs, top_logprobs, unbounded, edits = numbers
-    return SamplingVariant(
-        bool(random),
-        bool(filters),
-        bool(penalties),
-        bool(min_tokens),
-        bool(logprobs),
-        top_logprobs,
-        bool(unbounded),
-        bool(edits),
-    )
+        return LaunchNeeds(decode_bucket, prefill_tokens, SamplingVariant.of(variant), width)

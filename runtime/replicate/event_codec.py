@@ -28,6 +28,7 @@ from runtime.schedule.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_SALT_CHARACTERS,
+    NUMBERS,
     FinishReason,
     Request,
     SamplingParams,
@@ -47,22 +48,24 @@ _Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    """SamplingParams; ranges of its numbers are those of NUMBERS."""
+
+    max_tokens: _Count  # cut to what fits before it is sent
     min_tokens: _Count
-    temperature: Annotated[float, Meta(ge=0.0)]
-    top_k: _Count
-    top_p: Annotated[float, Meta(ge=0.0, le=1.0)]
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    seed: _Int64 | None
-    n: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    seed: int | None
+    n: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[_Token, ...]
     ignore_eos: bool
-    logprobs: _Count | None
-    prompt_logprobs: _Count | None
+    logprobs: int | None
+    prompt_logprobs: int | None
     logit_bias: Annotated[tuple[tuple[_Token, float], ...], Meta(max_length=MAX_LOGIT_BIAS)]
     allowed_token_ids: tuple[_Token, ...]
     bad_words_token_ids: Annotated[tuple[_BadWord, ...], Meta(max_length=MAX_BAD_WORDS)]
@@ -129,7 +132,7 @@ _TOKEN_BYTES = 4
 _ID_BYTES = 5  # of msgpack's whole numbers below 1 << 32, and of a list's beginning
 _BIAS_BYTES = 1 + _ID_BYTES + 9  # a pair of an id and a float
 _BARE_BYTES = 512  # an event without its lists: some 25 numbers of at most nine bytes
-_FINITE = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_numbers_of = attrgetter(*(field.name for field in NUMBERS))
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
@@ -202,9 +205,10 @@ def _check_request(request: _Request) -> None:
     """What the types above cannot say."""
     sampling = request.sampling
     _check_tokens(request.request_id, "prompt_token_ids", request.prompt_token_ids)
-    for name in _FINITE:
-        if not math.isfinite(getattr(sampling, name)):
-            raise EventsRefused(f"request {request.request_id}: {name} is {getattr(sampling, name)}, not finite")
+    for field, value in zip(NUMBERS, _numbers_of(sampling), strict=True):
+        if value is not None and not field.lowest <= value <= field.highest:
+            legal = f"{field.lowest:g} to {field.highest:g}"
+            raise EventsRefused(f"request {request.request_id}: {field.name} is {value}, not {legal}")
     for token, bias in sampling.logit_bias:
         if not math.isfinite(bias):
             raise EventsRefused(f"request {request.request_id}: logit_bias of token {token} is {bias}, not finite")

@@ -6,11 +6,12 @@ Does not know: blocks, slots, steps in flight (chain.py, blocks.py), text, tenso
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self, get_origin, get_type_hints
 
 MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
 MAX_TOP_LOGPROBS: Final = 20  # most likely tokens reported for one token: the result ring has room for so many
@@ -18,6 +19,10 @@ MAX_LOGIT_BIAS: Final = 1024  # biased tokens of one request, as in vLLM: a slot
 MAX_BAD_WORDS: Final = 256  # of one request, each as one row of token ids: a slot has room for so many
 MAX_BAD_WORD_TOKENS: Final = 16  # of one bad word
 MAX_SALT_CHARACTERS: Final = 1024
+MAX_CHOICES: Final = 128  # answers to one request
+_MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
+_INT64: Final = 2**63
+ABOVE_0: Final = math.ulp(0.0)  # the smallest float above 0
 
 
 class FinishReason(IntEnum):
@@ -39,9 +44,18 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+class Range(NamedTuple):
+    """Legal values of a number, both ends included."""
+
+    lowest: float
+    highest: float
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are sampled. Field names and meanings are those of the OpenAI and vLLM APIs.
+
+    A number that stands here with its Range is checked, converted and sent by all front ends (``NUMBERS``).
 
     ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1.0`` and ``min_p == 0.0`` switch that filter off.
     Filters apply in the order temperature, top-k, top-p, min-p. ``seed`` None is replaced by a drawn, reported seed
@@ -53,22 +67,22 @@ class SamplingParams:
     same; "" is shared by all that have none.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    n: int = 1
+    max_tokens: Annotated[int, Range(1, _INT64 - 1)] = 16
+    min_tokens: Annotated[int, Range(0, _INT64 - 1)] = 0  # and at most max_tokens
+    temperature: Annotated[float, Range(0.0, _MAX_FACTOR)] = 1.0
+    top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
+    top_p: Annotated[float, Range(ABOVE_0, 1.0)] = 1.0
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, Range(1 / _MAX_FACTOR, _MAX_FACTOR)] = 1.0
+    presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
+    seed: Annotated[int | None, Range(-_INT64, _INT64 - 1)] = None
+    n: Annotated[int, Range(1, MAX_CHOICES)] = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -79,6 +93,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def filtered(self) -> bool:
+        """Whether some tokens may be left out; greedy sampling is the same with and without filters."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def penalised(self) -> bool:
         """Whether token counts by slot are needed to shape the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -87,6 +106,25 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether logits of tokens that the request names are changed."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words_token_ids)
+
+
+class Field(NamedTuple):
+    """A number of SamplingParams; one whose default is None may be None."""
+
+    name: str
+    type: type[int] | type[float]
+    default: Any
+    lowest: float
+    highest: float
+
+
+NUMBERS: Final = tuple(
+    Field(one.name, float if hint.__origin__ is float else int, one.default, *hint.__metadata__[0])
+    for one, hint in zip(
+        fields(SamplingParams), get_type_hints(SamplingParams, include_extras=True).values(), strict=True
+    )
+    if get_origin(hint) is Annotated
+)
 
 
 def packed(token_ids: Sequence[int]) -> array[int]:

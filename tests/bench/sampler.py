@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling import logprobs, sampler
+from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.logprobs import token_logprobs
@@ -149,15 +150,16 @@ def variants() -> None:
             logits = torch.randn(batch, VOCAB, device="cuda").mul_(3).bfloat16()
             rows = _rows(params, batch)
             counts = torch.zeros(batch, VOCAB, dtype=torch.int16, device="cuda")
-            seen = SeenTokens(counts, counts > 0)
+            if features.penalties:
+                rows = replace(rows, processors=(SeenTokens(counts, counts > 0),))
 
             def work() -> None:
-                draw, _ = sample_and_check(logits, rows, features, seen)  # noqa: B023 (used within the iteration)
+                draw, _ = sample_and_check(logits, rows, features)  # noqa: B023 (used within the iteration)
                 if features.logprobs:  # noqa: B023
                     token_logprobs(logits, draw.token_B, features.top_logprobs)  # noqa: B023
 
             for kind, kernels in (("triton", triton_kernels()), ("torch", None)):
-                for module in (sampler, logprobs):
+                for module in (sampler, logprobs, logit_edits, penalties):
                     setattr(module, "kernels_for", lambda tensor, kernels=kernels: kernels)  # noqa: B010
                 work()
                 torch.cuda.reset_peak_memory_stats()

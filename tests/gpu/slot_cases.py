@@ -50,7 +50,7 @@ def empty_case(
     compute = SimpleNamespace(submit=lambda work: work(), synchronize=lambda: None)
     played = cast(Any, SimpleNamespace(zeros=zeros, pinned=pinned, compute=compute))
     tables = SlotTables(played, max_requests=slots, max_blocks=blocks, vocab_size=1, stop_ids=stop_ids, history=history)
-    ring = ResultRing(played, entries=entries, rows=slots + 5, width=width, max_logprobs=1, direct=on_gpu)
+    ring = ResultRing(played, entries=entries, rows=slots + 5, width=width, reported=4, direct=on_gpu)
     return Case(tables, ring, zeros(0, dtype=torch.int64))
 
 

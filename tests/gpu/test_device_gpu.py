@@ -20,6 +20,7 @@ from runtime.schedule.request import SamplingParams
 from tests.gpu.untyped import sleep
 from tests.runtime.execute.device.chain_program import NEW_ROWS_EVERY, ChainProgram
 from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
+from tests.runtime.execute.test_staging import seen_of
 
 pytestmark = pytest.mark.gpu
 
@@ -221,7 +222,7 @@ def test_slot_writes_chunks_and_seen_tokens_arrive(device: CudaDevice) -> None:
         assert staged is not None
         staging.apply(staged)
     device.synchronize()
-    columns, seen, views = tables.columns, tables.need_seen(), staging.chunks(plan)
+    columns, seen, views = tables.columns, seen_of(tables), staging.chunks(plan)
     assert columns.length.tolist() == [0, 0, 6, 0, 0, 0, 0, 0, 0]
     assert (columns.seed[2].item(), columns.top_k[2].item(), columns.temperature[2].item()) == (3, 7, 0.5)
     assert columns.stop_ids_NK[2, :2].tolist() == [9, -1]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, rejection, sampler
+from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, penalties, rejection, sampler
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -35,7 +35,7 @@ from tests.dispatch_mode import DispatchMode
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
 from tests.runtime.execute.sampling.edit_cases import edits_for, random_edits
-from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
+from tests.runtime.execute.sampling.sampling_cases import processed, random_params, rows_for, seen_for
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
@@ -59,7 +59,7 @@ needs_cuda = pytest.mark.skipif(INTERPRETED, reason="about the device, not the a
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which the sampler would otherwise give to torch."""
     if INTERPRETED:
-        for module in (sampler, logprobs, rejection):
+        for module in (sampler, logprobs, rejection, logit_edits, penalties):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
 
 
@@ -69,7 +69,9 @@ def _moved(rows: SamplingInputs, device: str) -> SamplingInputs:
     def strided(t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t, t), -1).to(device)[..., 0]
 
-    return SamplingInputs(**{f.name: strided(getattr(rows, f.name)) for f in fields(rows)})
+    names = [f.name for f in fields(rows) if f.name != "processors"]
+    moved: dict[str, Any] = {name: strided(getattr(rows, name)) for name in names}
+    return SamplingInputs(**moved)
 
 
 def _mixture(seed: int, vocab: int, rows: int = ROWS) -> tuple[torch.Tensor, SamplingInputs, SeenTokens]:
@@ -98,8 +100,9 @@ def _on_cpu(
 ) -> tuple[Draw, Verdict]:
     """The torch path, whatever ``use_triton`` patched."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "kernels_for", lambda tensor: None)
-        return sample_and_check(logits, rows, features, seen, edits)
+        for module in (sampler, logit_edits, penalties):
+            patch.setattr(module, "kernels_for", lambda tensor: None)
+        return sample_and_check(logits, processed(rows, features, seen, edits), features)
 
 
 VARIANTS = [
@@ -123,7 +126,8 @@ def test_tokens_and_verdicts_are_those_of_the_cpu(vocab: int, features: Sampling
     logits[3] = float("-inf")
     wanted, wanted_verdict = _on_cpu(logits, rows, features, seen)
     device_seen = SeenTokens(seen.counts.to(DEVICE), seen.prompt.to(DEVICE))
-    draw, verdict = sample_and_check(logits.to(DEVICE), _moved(rows, DEVICE), features, device_seen)
+    moved = processed(_moved(rows, DEVICE), features, device_seen)
+    draw, verdict = sample_and_check(logits.to(DEVICE), moved, features)
     assert draw.token_B.tolist() == wanted.token_B.tolist()
     assert draw.ok_B.tolist() == wanted.ok_B.tolist()
     assert verdict.count_B.tolist() == wanted_verdict.count_B.tolist()
@@ -152,7 +156,7 @@ def test_edited_logits_have_the_same_bits_on_both(vocab: int, dtype: torch.dtype
     kernels = triton_kernels()
     assert kernels is not None
     for start in {0, vocab // 3}:
-        wanted = logit_edits.edit_logits(logits[:, start:], on_cpu, start)
+        wanted = logit_edits.edit_logits_in_torch(logits[:, start:], on_cpu, start)
         got = kernels.edit_logits(logits[:, start:].to(DEVICE), on_device, start).cpu()
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
     assert vocab == 1 or not torch.equal(wanted, logits[:, start:].float())
@@ -164,8 +168,8 @@ def test_tokens_and_verdicts_of_edited_rows_are_those_of_the_cpu(vocab: int) -> 
     features = replace(VARIANTS[-1], edits=True)
     wanted, wanted_verdict = _on_cpu(logits, rows, features, seen, _edited(5, vocab, "cpu"))
     device_seen = SeenTokens(seen.counts.to(DEVICE), seen.prompt.to(DEVICE))
-    moved = _moved(rows, DEVICE)
-    draw, verdict = sample_and_check(logits.to(DEVICE), moved, features, device_seen, _edited(5, vocab, DEVICE))
+    moved = processed(_moved(rows, DEVICE), features, device_seen, _edited(5, vocab, DEVICE))
+    draw, verdict = sample_and_check(logits.to(DEVICE), moved, features)
     assert draw.token_B.tolist() == wanted.token_B.tolist()
     assert draw.ok_B.tolist() == wanted.ok_B.tolist()
     assert verdict.finish_B.tolist() == wanted_verdict.finish_B.tolist()
@@ -198,9 +202,8 @@ def _drawn(
     drafted = rejection.Drafted(told_BQD, index_BQ, ids_D, some)
     counts = SeenTokens(seen.counts.to(device), seen.prompt.to(device))
     counts = SeenTokens(counts.counts[: batch * width], counts.prompt[: batch * width])
-    draw, verdict = rejection.draw_window(
-        whole[: batch * width], windows, features, proposals_BW[:, 1:], drafted, counts
-    )
+    windows = processed(windows, features, counts)
+    draw, verdict = rejection.draw_window(whole[: batch * width], windows, features, proposals_BW[:, 1:], drafted)
     return [part.tolist() for part in (index_BQ, probs_BQD.view(torch.int32), *draw, *verdict)]
 
 
@@ -208,7 +211,7 @@ def _same_drawn(*given: Any, **of_it: Any) -> list[object]:
     """``_drawn`` on the device, which is that of the CPU."""
     found = _drawn(DEVICE, *given, **of_it)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sampler, rejection):
+        for module in (sampler, rejection, penalties):
             patch.setattr(module, "kernels_for", lambda tensor: None)
         assert found == _drawn("cpu", *given, **of_it)
     return found
@@ -551,10 +554,11 @@ def test_a_captured_graph_draws_anew_at_each_position_and_never_syncs(features: 
         rows = replace(rows, temperature=torch.zeros(32))
     device_logits, moved = logits.cuda(), _moved(rows, "cuda")
     device_seen = SeenTokens(seen.counts.cuda(), seen.prompt.cuda())
+    moved = processed(moved, features, device_seen)
     slots = torch.arange(32, device="cuda")
 
     def step() -> torch.Tensor:
-        draw, verdict = sample_and_check(device_logits, moved, features, device_seen)
+        draw, verdict = sample_and_check(device_logits, moved, features)
         if features.penalties:
             count_tokens_(device_seen, slots, draw.token_B, verdict.count_B > 0)
         moved.position.add_(1)

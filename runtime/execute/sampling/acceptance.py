@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling.draft_tree import NO_GUESS, DraftTree, walk
-from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.schedule.request import FinishReason
 
@@ -70,14 +69,14 @@ def accept(
 def accept_path(
     draw: Draw,
     verdict: Verdict,
-    logprobs: TokenLogprobs | None,
+    reported: Sequence[Tensor],
     tokens_BN: Tensor,
     tree: DraftTree,
     width: int,
     limit_B: Tensor | None = None,
     scripted_B: Tensor | None = None,
-) -> tuple[Acceptance, TokenLogprobs | None]:
-    """``accept`` of B * N rows whose tokens are trees, along the path that was drawn, and its log-probabilities.
+) -> tuple[Acceptance, Sequence[Tensor]]:
+    """``accept`` of B * N rows whose tokens are trees, along the path that was drawn, and what is ``reported`` of it.
 
     A node saw its ancestors, so its draw counts if they are what was drawn behind theirs. ``width``: most tokens of a
     path. ``scripted_B``: the first child of each node in place of the one that was drawn, as far down as there are any.
@@ -90,10 +89,8 @@ def accept_path(
         there_B = (way.guesses_BQ != NO_GUESS).sum(1, dtype=scripted_B.dtype)
         scripted_B = torch.minimum(scripted_B, there_B)
     draw, verdict = Draw(*_picked(draw, chosen_T)), Verdict(*_picked(verdict, chosen_T))
-    if logprobs is not None:
-        logprobs = TokenLogprobs(*_picked(logprobs, chosen_T))
     accepted = accept(draw, verdict, way.guesses_BQ, limit_B, scripted_B)
-    return accepted._replace(nodes_BW=way.nodes_BW), logprobs
+    return accepted._replace(nodes_BW=way.nodes_BW), _picked(reported, chosen_T)
 
 
 def _picked(parts: Sequence[Tensor], index_T: Tensor) -> list[Tensor]:

@@ -1,13 +1,15 @@
 """What the sampler needs to know of a row, and which work a whole batch needs.
 
 Knows: the per-row parameters as device tensors (SamplingInputs) and the static variant a graph is captured for
-(SamplingVariant). Does not know: slots (slot_state.py fills the rows, by row -> slot), logits, randomness.
+(SamplingVariant). Does not know: slots (slot_state.py fills the rows, by row -> slot), randomness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,6 +23,14 @@ def _room_for(top: int) -> int:
     return next((room for room in TOP_LOGPROBS if room >= top), top)
 
 
+class LogitsProcessor(Protocol):
+    """What changes logits before a token is sampled, for the rows of one step (slots/feature.py)."""
+
+    def apply(self, logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
+        """Changed float32 copy of float32 or bfloat16 logits, of the ids from ``vocab_start`` on. Graph-safe."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Parameters of B rows; also fit to be the slot table itself, B = slots, of which ``select`` gathers rows.
@@ -30,6 +40,7 @@ class SamplingInputs:
     ``min_length`` and ``max_length`` are absolute as in SlotWrite: a stop id can only be drawn, and only counts, at
     position >= min_length; the sequence ends when position + 1 == max_length. ``stop_ids`` is padded with -1.
     ``finished`` is not zero in rows without a say: ghost rows and the padding slot. Columns may be strided views.
+    ``processors`` run in this order; they are of these rows, so ``select`` leaves them out.
     """
 
     temperature: Tensor  # float32 [B]; 0 (or anything below 1e-6) is greedy
@@ -45,10 +56,12 @@ class SamplingInputs:
     max_length: Tensor  # int32 [B]
     stop_ids: Tensor  # int32 [B, K]
     finished: Tensor  # bool or int32 [B]
+    processors: tuple[LogitsProcessor, ...] = ()
 
     def select(self, index_B: Tensor) -> SamplingInputs:
         """The rows ``index_B`` (int64) of this table, as fresh tensors."""
-        return SamplingInputs(**{f.name: getattr(self, f.name).index_select(0, index_B) for f in fields(self)})
+        *columns, _ = (f.name for f in fields(self))
+        return SamplingInputs(**{name: getattr(self, name).index_select(0, index_B) for name in columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +96,14 @@ class SamplingVariant:
         """
         features = cls()
         for p in params:
-            filters = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
             features |= cls(
                 random=not p.greedy,
-                filters=filters,
+                filters=p.filtered,
                 penalties=p.penalised,
                 min_tokens=p.min_tokens > 0,
                 logprobs=p.logprobs is not None,
                 top_logprobs=_room_for(p.logprobs or 0),
-                unbounded=filters and not 0 < p.top_k <= MOST_SHARED_TOP_K,
+                unbounded=p.filtered and not 0 < p.top_k <= MOST_SHARED_TOP_K,
                 edits=p.edits_logits,
             )
         return features
@@ -104,27 +116,22 @@ class SamplingVariant:
 
     def __or__(self, other: SamplingVariant) -> SamplingVariant:
         """The variant that serves both."""
-        if self == other:
-            return self
-        return SamplingVariant(
-            random=self.random or other.random,
-            filters=self.filters or other.filters,
-            penalties=self.penalties or other.penalties,
-            min_tokens=self.min_tokens or other.min_tokens,
-            logprobs=self.logprobs or other.logprobs,
-            top_logprobs=max(self.top_logprobs, other.top_logprobs),
-            unbounded=self.unbounded or other.unbounded,
-            edits=self.edits or other.edits,
-        )
+        return self if self == other else SamplingVariant(*map(max, _numbers(self), _numbers(other)))
+
+    @classmethod
+    def of(cls, numbers: Sequence[Any]) -> SamplingVariant:
+        """From its fields as whole numbers."""
+        columns = zip(fields(cls), numbers, strict=True)
+        return cls(*(bool(number) if isinstance(f.default, bool) else number for f, number in columns))
 
     def covers(self, other: SamplingVariant) -> bool:
         """Whether rows that need ``other`` can run in this variant."""
         return self | other == self
 
     @property
-    def reported(self) -> int | None:
-        """Top tokens reported with each sampled one; None without log-probabilities."""
-        return self.top_logprobs if self.logprobs else None
+    def reported(self) -> int:
+        """int32 words that are reported with each sampled token: see SlotFeature.report."""
+        return 2 + 2 * self.top_logprobs if self.logprobs else 0
 
     @property
     def vocabulary_parallel(self) -> bool:
@@ -136,6 +143,7 @@ class SamplingVariant:
         return replace(self, unbounded=self.unbounded and ranks > 1)
 
 
+_numbers = attrgetter(*(f.name for f in fields(SamplingVariant)))
 EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True, edits=True)
 NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
     replace(EVERY_FEATURE, penalties=False),

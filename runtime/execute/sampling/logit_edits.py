@@ -1,24 +1,29 @@
 """Edits of logits that name tokens: allowed_token_ids, logit_bias and bad_words, by slot.
 
 Knows: the tables that hold them, and what they do to logits: ids that are not allowed go to -inf, then biases are
-added, then the last token of a bad word goes to -inf where the tokens before it were just generated. Penalties come
-after, as in vLLM. Does not know: which row has which slot (the caller says), how the tables are filled (packing.py,
-staging.py).
+added, then the last token of a bad word goes to -inf if the tokens before it were just generated. Does not know: which
+row has which slot, how arrays reach the device.
 
-The tables are written when a request that uses them is seated, and once more when another takes over its slot. The
-device alone moves ``recent_SH`` on, so a steady step needs nothing from the host. logit_edits_triton.py is the same in
-one launch.
+The tables are written when a request that uses them is admitted, and once more when another one gets its slot. Only the
+device updates ``recent_SH``, so a steady step needs nothing from the host.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from runtime.execute.device.protocol import Device
-from runtime.execute.sampling.draft_tree import DraftTree, generations
+from runtime.execute.sampling.draft_tree import generations
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.kernels import kernels_for
+from runtime.execute.slots.feature import RowView, SlotFeature
+from runtime.schedule.plan import SlotWrite
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 HISTORY = MAX_BAD_WORD_TOKENS - 1  # generated tokens that a bad word may have to be compared with
@@ -43,18 +48,6 @@ class LogitEdits(NamedTuple):
     allowed_SW: Tensor
     recent_SH: Tensor
 
-    @classmethod
-    def empty(cls, device: Device, slots: int, vocab_size: int) -> LogitEdits:
-        """Tables of slots that edit nothing."""
-        return cls(
-            device.zeros(slots, 3, dtype=torch.int32),
-            device.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.int32),
-            device.zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32),
-            device.zeros(slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, dtype=torch.int32),
-            device.zeros(slots, mask_words(vocab_size), dtype=torch.int32),
-            device.zeros(slots, HISTORY, dtype=torch.int32),
-        )
-
 
 class RowEdits(NamedTuple):
     """What applies to R rows of logits: the tables, each row's slot (int64 [R]), and what was generated before its
@@ -64,36 +57,107 @@ class RowEdits(NamedTuple):
     slots_R: Tensor
     recent_RH: Tensor
 
+    def apply(self, logits_RV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
+        return edit_logits(logits_RV, self, vocab_start)
+
+
+class EditFeature(SlotFeature[LogitEdits]):
+    """``edited``: the slots of which the tables hold something, as the host has staged them."""
+
+    name = "edits"
+
+    def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
+        super().__init__(device, slots, vocab_size)
+        self.edited: set[int] = set()
+
+    def make(self, slots: int) -> LogitEdits:
+        zeros, int32 = self.device.zeros, torch.int32
+        return LogitEdits(
+            zeros(slots, 3, dtype=int32),
+            zeros(slots, MAX_LOGIT_BIAS, dtype=int32),
+            zeros(slots, MAX_LOGIT_BIAS, dtype=torch.float32),
+            zeros(slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, dtype=int32),
+            zeros(slots, mask_words(self.vocab_size), dtype=int32),
+            zeros(slots, HISTORY, dtype=int32),
+        )
+
+    def write(self, writes: Sequence[SlotWrite]) -> dict[str, npt.NDArray[Any]]:
+        """Of slots that edit logits, or did before: only as much as there is."""
+        writes = [write for write in writes if write.sampling.edits_logits or write.slot in self.edited]
+        if not writes:
+            return {}
+        self.edited.difference_update(write.slot for write in writes)
+        self.edited.update(write.slot for write in writes if write.sampling.edits_logits)
+        each = [(write.slot, write.sampling) for write in writes]
+        sizes = [(len(s.logit_bias), len(s.bad_words_token_ids), bool(s.allowed_token_ids)) for _, s in each]
+        recent_EH = np.full((len(writes), HISTORY), NO_ID, np.int32)
+        for row, write in zip(recent_EH, writes, strict=True):
+            generated = write.token_ids[max(write.prompt_length, len(write.token_ids) - HISTORY) :]
+            if len(generated):
+                row[-len(generated) :] = generated
+        staged = {"edit_slots_E": np.array([slot for slot, _ in each]), "edit_sizes_E3": np.array(sizes, np.int32)}
+        staged["recent_EH"] = recent_EH
+        biases = [(slot * MAX_LOGIT_BIAS + i, *pair) for slot, s in each for i, pair in enumerate(s.logit_bias)]
+        if biases:
+            cells, ids, values = zip(*biases, strict=True)
+            staged["bias_cells_F"], staged["bias_ids_F"] = np.array(cells), np.array(ids, np.int32)
+            staged["biases_F"] = np.array(values, np.float32)
+        words = [(slot * MAX_BAD_WORDS + i, w) for slot, s in each for i, w in enumerate(s.bad_words_token_ids)]
+        if words:
+            staged["bad_cells_G"] = np.array([cell for cell, _ in words])
+            staged["bad_GP"] = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, np.int32)
+            for ids_P, (_, word) in zip(staged["bad_GP"], words, strict=True):
+                ids_P[-len(word) :] = word
+        masked = [(slot, list(s.allowed_token_ids)) for slot, s in each if s.allowed_token_ids]
+        if masked:
+            bits_MV = np.zeros((len(masked), mask_words(self.vocab_size) * WORD_BITS), np.bool_)
+            for bits_V, (_, allowed) in zip(bits_MV, masked, strict=True):
+                bits_V[allowed] = True
+            staged["masked_M"] = np.array([slot for slot, _ in masked])
+            staged["allowed_MW"] = np.packbits(bits_MV, axis=1, bitorder="little").view(np.int32)
+        return staged
+
+    def load(self, staged: Mapping[str, Tensor]) -> None:
+        tables = self.need()
+        for table, index, values in (
+            (tables.sizes_S3, "edit_slots_E", "edit_sizes_E3"),
+            (tables.recent_SH, "edit_slots_E", "recent_EH"),
+            (tables.bias_ids_SK.view(-1), "bias_cells_F", "bias_ids_F"),
+            (tables.biases_SK.view(-1), "bias_cells_F", "biases_F"),
+            (tables.bad_SMP.flatten(0, 1), "bad_cells_G", "bad_GP"),
+            (tables.allowed_SW, "masked_M", "allowed_MW"),
+        ):
+            if index in staged:
+                table.index_copy_(0, staged[index], staged[values])
+
+    def processor(self, view: RowView) -> RowEdits:
+        return edits_of(self.need(), view)
+
+    def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
+        remember_(self.need(), slots_B, tokens_B, gained_B)
+
 
 def mask_words(vocab_size: int) -> int:
     """Words of ``allowed_SW`` for so many ids."""
     return -(-vocab_size // WORD_BITS)
 
 
-def edits_of(tables: LogitEdits, slots_B: Tensor) -> RowEdits:
-    """Of rows that draw one token each: one row a slot (int64)."""
-    return RowEdits(tables, slots_B, tables.recent_SH.index_select(0, slots_B))
-
-
-def edits_in_window(tables: LogitEdits, slots_B: Tensor, proposals_BQ: Tensor) -> RowEdits:
-    """Of a window's W = Q + 1 tokens a row, B * W rows: each comes after the proposals before it (int64)."""
-    width = proposals_BQ.shape[1] + 1
-    known_BX = torch.cat((tables.recent_SH.index_select(0, slots_B), proposals_BQ.to(torch.int32)), dim=1)
-    recent_BWH = known_BX.unfold(1, HISTORY, 1)
-    return RowEdits(tables, slots_B.repeat_interleave(width), recent_BWH.reshape(-1, HISTORY))
-
-
-def edits_in_tree(tables: LogitEdits, slots_B: Tensor, tokens_BN: Tensor, tree: DraftTree) -> RowEdits:
-    """``edits_in_window`` where the tokens are the nodes of trees, the root generated already: each node comes after
-    its ancestors and itself."""
-    recent_BH, nodes = tables.recent_SH.index_select(0, slots_B), tokens_BN.shape[1]
-    newest_first = []
-    for age, node_BN in enumerate(generations(tree.parents_BN, HISTORY)):
-        older_BN = (HISTORY - 1 - age + tree.depth_BN).clamp(max=HISTORY - 1)  # of the row, where the path is shorter
-        found_BN = torch.where(tree.depth_BN > age, tokens_BN.gather(1, node_BN), recent_BH.gather(1, older_BN))
-        newest_first.append(found_BN.to(torch.int32))
-    recent_BNH = torch.stack(newest_first[::-1], 2)
-    return RowEdits(tables, slots_B.repeat_interleave(nodes), recent_BNH.reshape(-1, HISTORY))
+def edits_of(tables: LogitEdits, view: RowView) -> RowEdits:
+    """Of each sample, B * W rows: it comes after the draft tokens before it, or the nodes above it and its own."""
+    slots_B, tokens_BW, tree, _ = view
+    (count, width), recent_BH = tokens_BW.shape, tables.recent_SH.index_select(0, slots_B)
+    if width == 1:
+        return RowEdits(tables, slots_B, recent_BH)
+    if tree is None:
+        recent_BWH = torch.cat((recent_BH, tokens_BW[:, 1:].to(torch.int32)), dim=1).unfold(1, HISTORY, 1)
+    else:
+        newest_first = []
+        for age, node_BN in enumerate(generations(tree.parents_BN, HISTORY)):
+            older_BN = (HISTORY - 1 - age + tree.depth_BN).clamp(max=HISTORY - 1)  # of the row, if the path is shorter
+            found_BN = torch.where(tree.depth_BN > age, tokens_BW.gather(1, node_BN), recent_BH.gather(1, older_BN))
+            newest_first.append(found_BN.to(torch.int32))
+        recent_BWH = torch.stack(newest_first[::-1], 2)
+    return RowEdits(tables, slots_B.repeat_interleave(width), recent_BWH.reshape(count * width, HISTORY))
 
 
 def remember_(tables: LogitEdits, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
@@ -108,6 +172,12 @@ def edit_logits(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Ten
 
     Rows whose slot edits nothing come out as they went in.
     """
+    kernels = kernels_for(logits_RV)
+    return (edit_logits_in_torch if kernels is None else kernels.edit_logits)(logits_RV, edits, vocab_start)
+
+
+def edit_logits_in_torch(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Tensor:
+    """The reference of ``edit_logits``; on CUDA it is one launch."""
     tables, slots_R = edits.tables, edits.slots_R
     vocab = logits_RV.shape[1]
     edited_RV = logits_RV.to(torch.float32)

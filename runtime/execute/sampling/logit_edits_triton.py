@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT
-from runtime.execute.sampling.logit_edits import HISTORY, RowEdits
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 _BLOCK = 2048
@@ -90,28 +89,25 @@ def _edit_kernel(
             tl.store(out_ptr + at, tl.load(out_ptr + at, mask=here, other=0.0) + float("-inf"), mask=here)
 
 
-def edit_logits(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Tensor:
-    """Edited copy of float32 or bfloat16 logits, float32 [R, V]; logit_edits.py has the meaning."""
-    tables, recent_RH = edits.tables, edits.recent_RH
+def edit_logits(logits_RV: Tensor, edits: tuple[tuple[Tensor, ...], Tensor, Tensor], vocab_start: int = 0) -> Tensor:
+    """Edited copy of float32 or bfloat16 logits, float32 [R, V]. ``edits``: RowEdits of logit_edits.py."""
+    (*tables, allowed_SW, _), slots_R, recent_RH = edits
     rows, vocab = logits_RV.shape
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
     edited_RV = torch.empty(rows, vocab, dtype=torch.float32, device=logits_RV.device)
-    if recent_RH.shape[1] != HISTORY or recent_RH.stride(1) != 1:
-        raise ValueError(f"recent tokens are {tuple(recent_RH.shape)}: they must be {HISTORY} a row, side by side")
+    if recent_RH.shape[1] != (history := MAX_BAD_WORD_TOKENS - 1) or recent_RH.stride(1) != 1:
+        raise ValueError(f"recent tokens are {tuple(recent_RH.shape)}: they must be {history} a row, side by side")
     _edit_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
         logits_RV,
         edited_RV,
-        edits.slots_R,
+        slots_R,
         recent_RH,
-        tables.sizes_S3,
-        tables.bias_ids_SK,
-        tables.biases_SK,
-        tables.bad_SMP,
-        tables.allowed_SW,
+        *tables,
+        allowed_SW,
         logits_RV.stride(0),
         recent_RH.stride(0),
-        tables.allowed_SW.stride(0),
+        allowed_SW.stride(0),
         vocab,
         vocab_start,
         MOST_BIASES=MAX_LOGIT_BIAS,

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime.execute.sampling import exact_math
+from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.packed_argmax import pack, unpack
+from runtime.execute.slots.feature import SlotFeature
 from runtime.schedule.request import MAX_TOP_LOGPROBS
 
 
@@ -29,6 +31,16 @@ class TokenLogprobs(NamedTuple):
     rank: Tensor  # int32 [B]
     top_ids: Tensor  # int32 [B, n]
     top_values: Tensor  # float32 [B, n]
+
+
+class LogprobFeature(SlotFeature[tuple[()]]):
+    name = "logprobs"
+
+    def make(self, slots: int) -> tuple[()]:
+        return ()
+
+    def report(self, logits_TV: Tensor, tokens_T: Tensor, variant: SamplingVariant) -> TokenLogprobs:
+        return token_logprobs(logits_TV, tokens_T, variant.top_logprobs)
 
 
 def token_logprobs(logits_BV: Tensor, tokens_B: Tensor, top_n: int = 0) -> TokenLogprobs:

@@ -2,20 +2,24 @@
 
 Knows: the formulas of Hugging Face and vLLM: repetition (Keskar et al. 2019) over prompt and output, frequency and
 presence (OpenAI) over the output only; how tokens are entered into the tables.
-Does not know: which row has which slot (slot_state.py owns the tables; the caller gathers by its own slots tensor).
-With tensor parallelism a rank may hold only its share of the vocabulary: ``vocab_start`` is the first id of the share.
+Does not know: which row has which slot, how arrays reach the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling.inputs import SamplingInputs
-from runtime.schedule.plan import PADDING_SLOT
+from runtime.execute.sampling.draft_tree import generations
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.kernels import kernels_for
+from runtime.execute.slots.feature import RowView, SlotFeature
+from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 
 MOST_COUNTED = 32767  # an int16 count stays there instead of wrapping
 
@@ -30,6 +34,59 @@ class SeenTokens(NamedTuple):
         """The rows ``index_B`` (int64), as fresh tensors."""
         return SeenTokens(self.counts.index_select(0, index_B), self.prompt.index_select(0, index_B))
 
+    def apply(self, logits_NV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
+        """Also masks stop ids, in the same launch. These have the whole vocabulary, the logits may be a shard."""
+        shard = slice(vocab_start, vocab_start + logits_NV.shape[1])
+        seen = SeenTokens(self.counts[:, shard], self.prompt[:, shard])
+        return shape_logits(logits_NV, vocab_start, rows, seen, min_tokens=variant.min_tokens)
+
+
+class PenaltyFeature(SlotFeature[SeenTokens]):
+    name = "penalties"
+
+    @property
+    def late_bytes(self) -> int:
+        return 3 * self.slots * self.vocab_size
+
+    def make(self, slots: int) -> SeenTokens:
+        shape = slots, self.vocab_size
+        return SeenTokens(self.device.zeros(*shape, dtype=torch.int16), self.device.zeros(*shape, dtype=torch.bool))
+
+    def write(self, writes: Sequence[SlotWrite]) -> dict[str, npt.NDArray[Any]]:
+        writes = [write for write in writes if write.sampling.penalised]
+        if not writes:
+            return {}
+        self.need()
+        known, reset_K = [_to_count(write) for write in writes], np.array([write.slot for write in writes])
+        in_prompt = [np.arange(len(ids)) < write.prompt_length for write, ids in zip(writes, known, strict=True)]
+        return {
+            "reset_K": reset_K,
+            "seen_slots_T": np.repeat(reset_K, [len(tokens) for tokens in known]),
+            "seen_T": np.concatenate(known),
+            "in_prompt_T": np.concatenate(in_prompt),
+        }
+
+    def load(self, staged: Mapping[str, Tensor]) -> None:
+        if "reset_K" in staged:
+            reset_slots_(self.need(), staged["reset_K"])
+            load_tokens_(self.need(), staged["seen_slots_T"], staged["seen_T"], staged["in_prompt_T"])
+
+    def processor(self, view: RowView) -> SeenTokens:
+        return seen_before(self.need().select(view.slots_B), view)
+
+    def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
+        count_tokens_(self.need(), slots_B, tokens_B, gained_B)
+
+
+def _to_count(write: SlotWrite) -> npt.NDArray[np.int64]:
+    """Its known tokens; of those generated each MOST_COUNTED times at most."""
+    tokens = np.array(write.token_ids, np.int64)
+    generated = tokens[write.prompt_length :]
+    if len(generated) <= MOST_COUNTED:
+        return tokens
+    counted = [np.full(min(n, MOST_COUNTED), i) for i, n in zip(*np.unique(generated, return_counts=True), strict=True)]
+    return np.concatenate((tokens[: write.prompt_length], *counted))
+
 
 def reset_slots_(tables: SeenTokens, slots_N: Tensor) -> None:
     """Forget what ``slots_N`` (int64; pad with slot 0) have seen."""
@@ -37,33 +94,41 @@ def reset_slots_(tables: SeenTokens, slots_N: Tensor) -> None:
     tables.prompt.index_fill_(0, slots_N, False)
 
 
-def load_tokens_(
-    tables: SeenTokens, slots_T: Tensor, tokens_T: Tensor, in_prompt_T: Tensor, live_T: Tensor, vocab_start: int = 0
-) -> None:
+def load_tokens_(tables: SeenTokens, slots_T: Tensor, tokens_T: Tensor, in_prompt_T: Tensor) -> None:
     """Enter the known tokens of freshly reset slots: the prompt's, and the generated ones of a recomputed request.
 
-    slots_T and tokens_T int64, in_prompt_T and live_T bool; tokens may repeat, a generated one of a slot MOST_COUNTED
-    times at most. Fixed shape: pad with live False.
-    What is not live, or not in this share of the vocabulary, goes to slot 0, which nobody reads.
+    slots_T and tokens_T int64, in_prompt_T bool; tokens may repeat, a generated one of a slot MOST_COUNTED times at
+    most.
     """
     vocab = tables.counts.shape[1]
-    column_T, inside_T = _columns(tokens_T, live_T, vocab_start, vocab)
-    prompt_slots_T = torch.where(inside_T & in_prompt_T, slots_T, PADDING_SLOT)
-    tables.prompt.view(-1).index_fill_(0, prompt_slots_T * vocab + column_T, True)
-    generated_T = (inside_T & ~in_prompt_T).to(torch.int16)
-    tables.counts.view(-1).scatter_add_(0, slots_T * vocab + column_T, generated_T)
+    prompt_slots_T = torch.where(in_prompt_T, slots_T, PADDING_SLOT)  # generated tokens: to slot 0, which is not read
+    tables.prompt.view(-1).index_fill_(0, prompt_slots_T * vocab + tokens_T, True)
+    tables.counts.view(-1).scatter_add_(0, slots_T * vocab + tokens_T, (~in_prompt_T).to(torch.int16))
 
 
-def count_tokens_(tables: SeenTokens, slots_B: Tensor, tokens_B: Tensor, live_B: Tensor, vocab_start: int = 0) -> None:
-    """Count one drawn token a row; rows that are not live count nothing.
+def count_tokens_(tables: SeenTokens, slots_B: Tensor, tokens_B: Tensor, live_B: Tensor) -> None:
+    """Count one sampled token a row; rows that are not live count nothing.
 
     slots_B int64, of which only slot 0 may repeat; tokens_B int64; live_B bool.
     """
     vocab = tables.counts.shape[1]
-    column_B, inside_B = _columns(tokens_B, live_B, vocab_start, vocab)
+    column_B, inside_B = _columns(tokens_B, live_B, 0, vocab)
     flat, index_B = tables.counts.view(-1), slots_B * vocab + column_B
     counted_B = (flat.gather(0, index_B).to(torch.int32) + inside_B).clamp(max=MOST_COUNTED)
     flat.scatter_(0, index_B, counted_B.to(torch.int16))
+
+
+def shape_logits(
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, seen: SeenTokens | None, *, min_tokens: bool
+) -> Tensor:
+    """Float32 copy of float32 or bfloat16 logits: penalised if there are tokens ``seen`` (of the same ids), then with
+    stop ids masked under min_length if ``min_tokens``. One launch on CUDA."""
+    if (kernels := kernels_for(logits_BV)) is not None:
+        return kernels.shape_logits(logits_BV, vocab_start, rows, seen, min_tokens=min_tokens)
+    logits_BV = logits_BV.to(torch.float32)
+    if seen is not None:
+        logits_BV = apply_penalties(logits_BV, seen, rows)
+    return mask_stop_ids(logits_BV, rows, vocab_start) if min_tokens else logits_BV
 
 
 def apply_penalties(logits_BV: Tensor, seen: SeenTokens, rows: SamplingInputs) -> Tensor:
@@ -100,28 +165,20 @@ def _count_one_more_(counts_BXV: Tensor, ids_BX1: Tensor, counted_BX1: Tensor | 
     counts_BXV.scatter_add_(2, ids_BX1, (below_BX1 & counted_BX1).to(counts_BXV.dtype))
 
 
-def seen_in_tree(seen: SeenTokens, tokens_BN: Tensor, generations: Sequence[Tensor]) -> SeenTokens:
-    """``seen_in_window`` where the tokens are the nodes of trees, the root seen already: what each node has seen,
-    [B * N, V]. ``generations`` (draft_tree.py): each node, its parent, ..., as many as a path has nodes but the root.
-    """
-    (rows, vocab), nodes = seen.counts.shape, tokens_BN.shape[1]
-    counts_BNV = seen.counts.unsqueeze(1).repeat(1, nodes, 1)
-    for node_BN in generations:
-        counted_BN = node_BN > 0  # the root is counted in its row
-        _count_one_more_(counts_BNV, tokens_BN.gather(1, node_BN)[:, :, None], counted_BN[:, :, None])
-    prompt_BNV = seen.prompt.unsqueeze(1).expand(-1, nodes, -1)
-    return SeenTokens(counts_BNV.reshape(-1, vocab), prompt_BNV.reshape(rows * nodes, vocab))
-
-
-def seen_in_window(seen: SeenTokens, proposals_BQ: Tensor) -> SeenTokens:
-    """What each of a window's W = Q + 1 tokens has seen, [B * W, V]: what its row has, and the proposals before it.
-
-    ``seen``: the rows' [B, V]; proposals_BQ int64, ids of the whole vocabulary.
-    """
-    (rows, vocab), queries = seen.counts.shape, proposals_BQ.shape[1]
-    counts_BWV = seen.counts.unsqueeze(1).repeat(1, queries + 1, 1)
-    for index in range(queries):  # a proposal is seen by every token behind it
-        ids_BQ1 = proposals_BQ[:, index, None, None].expand(-1, queries - index, 1)
-        _count_one_more_(counts_BWV[:, index + 1 :], ids_BQ1)
-    prompt_BWV = seen.prompt.unsqueeze(1).expand(-1, queries + 1, -1)
-    return SeenTokens(counts_BWV.reshape(-1, vocab), prompt_BWV.reshape(rows * (queries + 1), vocab))
+def seen_before(seen: SeenTokens, view: RowView) -> SeenTokens:
+    """What each sample comes after, [B * W, V]: what its row has ``seen`` ([B, V], the newest token included), and the
+    draft tokens before it, or the nodes above it and its own. Draft tokens are ids of the whole vocabulary."""
+    (rows, vocab), (_, tokens_BW, tree, _) = seen.counts.shape, view
+    if (width := tokens_BW.shape[1]) == 1:
+        return seen
+    counts_BWV = seen.counts.unsqueeze(1).repeat(1, width, 1)
+    if tree is None:
+        for index in range(1, width):  # a draft token is seen by every token after it
+            ids_BQ1 = tokens_BW[:, index, None, None].expand(-1, width - index, 1)
+            _count_one_more_(counts_BWV[:, index:], ids_BQ1)
+    else:
+        for node_BW in generations(tree.parents_BN, view.width - 1):
+            counted_BW = node_BW > 0  # the root is counted in its row
+            _count_one_more_(counts_BWV, tokens_BW.gather(1, node_BW)[:, :, None], counted_BW[:, :, None])
+    prompt_BWV = seen.prompt.unsqueeze(1).expand(-1, width, -1)
+    return SeenTokens(counts_BWV.reshape(-1, vocab), prompt_BWV.reshape(rows * width, vocab))

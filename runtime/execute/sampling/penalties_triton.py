@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER, EXACT
+from runtime.execute.sampling.inputs import SamplingInputs
 
 _BLOCK = 2048
 
@@ -68,44 +69,29 @@ def _shape_kernel(
 
 
 def shape_logits(
-    logits_BV: Tensor,
-    vocab_start: int,
-    *,
-    seen: tuple[Tensor, Tensor] | None,
-    penalties: tuple[Tensor, Tensor, Tensor],
-    min_tokens: bool,
-    stop_ids_BK: Tensor,
-    position_B: Tensor,
-    min_length_B: Tensor,
+    logits_BV: Tensor, vocab_start: int, params: SamplingInputs, seen: tuple[Tensor, Tensor] | None, *, min_tokens: bool
 ) -> Tensor:
-    """Shaped copy of float32 or bfloat16 logits, float32 [B, V]. Parameter columns may be strided.
-
-    ``seen``: (counts int16 [B, V], prompt bool [B, V]) of the rows, None without penalties. ``penalties``: the rows'
-    repetition, frequency and presence penalties. ``min_tokens``: whether stop ids are masked under min_length.
-    """
+    """penalties.shape_logits. Columns of ``params`` may be strided."""
     rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     shaped_BV = torch.empty(rows, vocab, dtype=torch.float32, device=logits_BV.device)
     counts_BV, prompt_BV = seen if seen is not None else (logits_BV, logits_BV)
-    repetition_B, frequency_B, presence_B = penalties
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    stop_ids_BK, position_B, min_length_B = params.stop_ids, params.position, params.min_length
     _shape_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
         logits_BV,
         shaped_BV,
         counts_BV,
         prompt_BV,
-        repetition_B,
-        frequency_B,
-        presence_B,
+        *penalties,
         stop_ids_BK,
         position_B,
         min_length_B,
         logits_BV.stride(0),
         counts_BV.stride(0),
         prompt_BV.stride(0),
-        repetition_B.stride(0),
-        frequency_B.stride(0),
-        presence_B.stride(0),
+        *(column_B.stride(0) for column_B in penalties),
         stop_ids_BK.stride(0),
         stop_ids_BK.stride(1),
         stop_ids_BK.shape[1],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ from runtime.schedule.request import MAX_TOP_LOGPROBS
 PIECE = 256  # tokens whose logits exist at once, no more than a large decode bucket's, which memory was sized with
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(NamedTuple):
     """Host arrays for the S prompt tokens at positions [start, start + S) of one request, n likely tokens beside each.
 
     chosen_S float32, rank_S int32, top_ids_SN int32, top_SN float32; meanings are those of logprobs.TokenLogprobs.
@@ -93,15 +93,8 @@ class StepPromptLogprobs:
                 continue
             here, top = slice(begin, begin + len(scored.token_ids)), scored.top
             begin = here.stop
-            rows.append(
-                PromptLogprobs(
-                    scored.start,
-                    chosen[here].copy(),
-                    rank[here].copy(),
-                    ids[here, :top].copy(),
-                    values[here, :top].copy(),
-                )
-            )
+            found = chosen[here], rank[here], ids[here, :top], values[here, :top]
+            rows.append(PromptLogprobs(scored.start, *(column.copy() for column in found)))
         return (*rows, *(None for _ in self.plan.forks))
 
 

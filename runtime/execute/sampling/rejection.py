@@ -30,8 +30,6 @@ from runtime.execute.sampling.exact_math import exp_weights, log
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
-from runtime.execute.sampling.logit_edits import RowEdits
-from runtime.execute.sampling.penalties import SeenTokens
 from runtime.execute.sampling.sampler import Draw, Verdict, is_random, merge_and_check, scaled, shaped, stop_check
 
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
@@ -108,15 +106,13 @@ def draw_window(
     features: SamplingVariant,
     proposals_BQ: Tensor,
     drafted: Drafted,
-    seen: SeenTokens | None = None,
-    edits: RowEdits | None = None,
 ) -> tuple[Draw, Verdict]:
     """A token for each of the T = B * W rows of windows, row-major: the guess that follows it where that is kept.
 
-    logits_TV: the target's, all of them; ``rows``, ``seen`` and ``edits`` as for ``sample_and_check``. Of rows without
-    a drawn guess (the last of each window, greedy ones) it is drawn from p; in greedy rows the likeliest.
+    logits_TV: the target's, all of them; ``rows`` as for ``sample_and_check``. Of rows without a sampled draft token
+    (the last of each window, greedy ones) it is sampled from p; in greedy rows the most likely one.
     """
-    logits_TV = shaped(logits_TV, 0, rows, features, seen, edits)
+    logits_TV = shaped(logits_TV, 0, rows, features)
     if (kernels := kernels_for(logits_TV)) is not None:
         candidates_T1, largest_T = kernels.window_candidates(
             logits_TV,

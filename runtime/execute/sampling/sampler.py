@@ -1,8 +1,8 @@
 """Drawing the next token of every row on the device, and deciding whether the row ends with it.
 
-Knows: the order of things: edits of named tokens, penalties, stop ids masked under min_length, temperature, filters,
-Gumbel-argmax (the argmax of logit + Gumbel noise is a draw from the softmax; Gumbel 1954), stop check. Greedy is the
-same with no noise.
+Knows: the order of things: logits processors, stop ids masked under min_length, temperature, filters, Gumbel-argmax
+(the argmax of logit + Gumbel noise is a draw from the softmax; Gumbel 1954), stop check. Greedy is the same with no
+noise.
 Does not know: slots, steps, the ranks' exchange; how noise is made (counter_rng.py).
 
 Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its own
@@ -21,10 +21,9 @@ from runtime.execute.sampling import shares
 from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import MOST_SHARED_TOP_K, SamplingInputs, SamplingVariant
-from runtime.execute.sampling.kernels import SamplingKernels, kernels_for
-from runtime.execute.sampling.logit_edits import RowEdits, edit_logits
+from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
-from runtime.execute.sampling.penalties import SeenTokens, apply_penalties, mask_stop_ids
+from runtime.execute.sampling.penalties import shape_logits
 from runtime.schedule.request import FinishReason
 
 MIN_TEMPERATURE = 1e-6
@@ -48,65 +47,39 @@ class Verdict(NamedTuple):
     finish_B: Tensor
 
 
-def sample(
-    logits_BV: Tensor,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None = None,
-    edits: RowEdits | None = None,
-) -> Draw:
-    """One token a row from full logits (float32 or bfloat16; not modified). Ties go to the lowest id.
-
-    seen: the rows' token counts (penalties.py), needed with features.penalties. edits: what the rows' requests say of
-    tokens that they name (logit_edits.py), needed with features.edits.
-    """
-    return merge_best(*_candidates(logits_BV, 0, rows, features, seen, edits))
+def sample(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Draw:
+    """One token a row from full logits (float32 or bfloat16; not modified). Ties go to the lowest id."""
+    return merge_best(*_candidates(logits_BV, 0, rows, features))
 
 
-def sample_and_check(
-    logits_BV: Tensor,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None = None,
-    edits: RowEdits | None = None,
-) -> tuple[Draw, Verdict]:
+def sample_and_check(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> tuple[Draw, Verdict]:
     """``sample`` and ``stop_check`` in the fewest launches."""
-    return merge_and_check(*_candidates(logits_BV, 0, rows, features, seen, edits), rows=rows)
+    return merge_and_check(*_candidates(logits_BV, 0, rows, features), rows=rows)
 
 
 def local_share(
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None = None,
-    vocab_size: int | None = None,
-    edits: RowEdits | None = None,
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant, vocab_size: int | None = None
 ) -> Tensor:
-    """What a rank with one share of the vocabulary tells the others, int64 [B, X].
+    """Top candidates of this rank's vocabulary shard, for the all-gather; int64 [B, X].
 
     logits_BV are the logits of ids [vocab_start, vocab_start + V); those at or past ``vocab_size`` are padding and
-    ignored. ``seen`` covers the same ids, ``edits`` all. Gather the results of all ranks along the last dim, in any
-    order, and give them to ``merge_shares``: the token is the one that ``sample`` draws from the full logits. Without
-    filters a share is candidates of the row (packed score and global id), of which only the largest counts, so that it
-    may travel alone; with bounded ones it is what shares.py says.
-    Raises ValueError when a feature needs the whole row.
+    ignored. Gather the results of all ranks along the last dim, in any order, and give them to ``merge_shares``: the
+    token is the one that ``sample`` draws from the full logits. Without filters a share is candidates of the row
+    (packed score and global id), of which only the largest counts, so that it may travel alone; with bounded ones it is
+    what shares.py says. Raises ValueError when a feature needs the whole row.
     """
     if not features.vocabulary_parallel:
         raise ValueError(f"{features}: needs whole rows of logits: gather them and call sample()")
     if vocab_size is not None:
-        real = max(0, vocab_size - vocab_start)
-        logits_BV = logits_BV[:, :real]
-        seen = SeenTokens(seen.counts[:, :real], seen.prompt[:, :real]) if seen else None
+        logits_BV = logits_BV[:, : max(0, vocab_size - vocab_start)]
     size = 2 * MOST_SHARED_TOP_K if features.filters else 1
     if logits_BV.shape[1] == 0:
         return torch.full((logits_BV.shape[0], size), NO_CANDIDATE, dtype=torch.int64, device=logits_BV.device)
     if not features.filters:
-        return _candidates(logits_BV, vocab_start, rows, features, seen, edits)[0]
+        return _candidates(logits_BV, vocab_start, rows, features)[0]
     if (kernels := kernels_for(logits_BV)) is not None:
-        logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
         return kernels.local_share(
-            logits_BV,
+            shaped(logits_BV, vocab_start, rows, features),
             vocab_start,
             rows.temperature,
             rows.top_k,
@@ -114,8 +87,7 @@ def local_share(
             rows.position,
             purpose=int(Purpose.TOKEN),
         )
-    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen, edits)
-    return shares.local_share(scaled_BV, noisy_BV, vocab_start, _bounded_top_k(rows))
+    return shares.local_share(*_scores(logits_BV, vocab_start, rows, features), vocab_start, _bounded_top_k(rows))
 
 
 def merge_shares(shares_BX: Tensor, rows: SamplingInputs, features: SamplingVariant) -> tuple[Draw, Verdict]:
@@ -175,132 +147,44 @@ def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: 
 
 
 def _candidates(
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None,
-    edits: RowEdits | None,
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant
 ) -> tuple[Tensor, Tensor | None]:
-    """(candidates int64 [B, P], evidence or None) of a share of the logits; what ``merge_best`` takes."""
-    if features.penalties and seen is None:
-        raise ValueError("penalties need the rows' token counts: pass seen")
-    if features.edits and edits is None:
-        raise ValueError("edits of logits need the rows' tables: pass edits")
-    if (kernels := kernels_for(logits_BV)) is not None:
-        return _triton_candidates(kernels, logits_BV, vocab_start, rows, features, seen, edits)
-    scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features, seen, edits)
-    largest_B = None
-    if features.filters:
-        threshold_B, largest_B = survival_threshold(scaled_BV, rows)
-        noisy_BV = torch.where(scaled_BV >= threshold_B[:, None], noisy_BV, float("-inf"))
-    score_B, index_B = noisy_BV.max(dim=1)
-    return pack(score_B, index_B + vocab_start)[:, None], largest_B
-
-
-def _triton_candidates(
-    kernels: SamplingKernels,
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None,
-    edits: RowEdits | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``_candidates`` in a few launches; makes float32 logits only where they are changed."""
-    logits_BV = _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
-    if features.filters:
-        keys_B1, _, largest_B = kernels.filtered_candidates(
-            logits_BV,
-            vocab_start,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seed,
-            rows.position,
-            purpose=int(Purpose.TOKEN),
-        )
-        return keys_B1, largest_B
-    keys_BP = kernels.best_candidates(
-        logits_BV,
-        vocab_start,
-        rows.temperature,
-        rows.seed,
-        rows.position,
-        random=features.random,
-        purpose=int(Purpose.TOKEN),
-    )
-    return keys_BP, None
-
-
-def _shaped(
-    kernels: SamplingKernels,
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None,
-    edits: RowEdits | None,
-) -> Tensor:
-    """Logits behind edits, penalties and the min_tokens mask; as they are where there is none of them."""
-    if features.edits and edits is not None:
-        logits_BV = kernels.edit_logits(logits_BV, edits, vocab_start)
-    if not features.penalties and not features.min_tokens:
-        return logits_BV
-    return kernels.shape_logits(
-        logits_BV,
-        vocab_start,
-        seen=seen if features.penalties else None,
-        penalties=(rows.repetition_penalty, rows.frequency_penalty, rows.presence_penalty),
-        min_tokens=features.min_tokens,
-        stop_ids_BK=rows.stop_ids,
-        position_B=rows.position,
-        min_length_B=rows.min_length,
-    )
+    """(candidates int64 [B, P], evidence or None) of a share of the logits; what ``merge_best`` takes. A few launches
+    on CUDA, which make float32 logits only where they are changed."""
+    if (kernels := kernels_for(logits_BV)) is None:
+        scaled_BV, noisy_BV = _scores(logits_BV, vocab_start, rows, features)
+        largest_B = None
+        if features.filters:
+            threshold_B, largest_B = survival_threshold(scaled_BV, rows)
+            noisy_BV = torch.where(scaled_BV >= threshold_B[:, None], noisy_BV, float("-inf"))
+        score_B, index_B = noisy_BV.max(dim=1)
+        return pack(score_B, index_B + vocab_start)[:, None], largest_B
+    logits_BV, drawn = shaped(logits_BV, vocab_start, rows, features), (rows.seed, rows.position)
+    purpose = int(Purpose.TOKEN)
+    if not features.filters:
+        random = features.random
+        of_parts = kernels.best_candidates
+        return of_parts(logits_BV, vocab_start, rows.temperature, *drawn, random=random, purpose=purpose), None
+    limits = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    keys_B1, _, largest_B = kernels.filtered_candidates(logits_BV, vocab_start, *limits, *drawn, purpose=purpose)
+    return keys_B1, largest_B
 
 
 def _scores(
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None,
-    edits: RowEdits | None,
+    logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant
 ) -> tuple[Tensor, Tensor]:
-    """Float32 scores (behind edits, penalties, mask and temperature) without and with noise, in torch."""
-    scaled_BV = scaled(_shaped_in_torch(logits_BV, vocab_start, rows, features, seen, edits), rows, features)
+    """Float32 scores (after processors, mask and temperature) without and with noise, in torch."""
+    scaled_BV = scaled(shaped(logits_BV, vocab_start, rows, features).to(torch.float32), rows, features)
     return scaled_BV, scaled_BV + _noise(scaled_BV, vocab_start, rows) if features.random else scaled_BV
 
 
-def shaped(
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None = None,
-    edits: RowEdits | None = None,
-) -> Tensor:
-    """Logits behind edits, penalties and the min_tokens mask, before temperature and filters."""
-    if (kernels := kernels_for(logits_BV)) is not None:
-        return _shaped(kernels, logits_BV, vocab_start, rows, features, seen, edits)
-    return _shaped_in_torch(logits_BV, vocab_start, rows, features, seen, edits)
-
-
-def _shaped_in_torch(
-    logits_BV: Tensor,
-    vocab_start: int,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    seen: SeenTokens | None,
-    edits: RowEdits | None,
-) -> Tensor:
-    logits_BV = logits_BV.to(torch.float32)
-    if features.edits and edits is not None:
-        logits_BV = edit_logits(logits_BV, edits, vocab_start)
-    if features.penalties and seen is not None:
-        logits_BV = apply_penalties(logits_BV, seen, rows)
-    return mask_stop_ids(logits_BV, rows, vocab_start) if features.min_tokens else logits_BV
+def shaped(logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, features: SamplingVariant) -> Tensor:
+    """Logits after processors and the min_tokens mask, before temperature and filters; without either as they are."""
+    for processor in rows.processors:
+        logits_BV = processor.apply(logits_BV, vocab_start, rows, features)
+    if features.min_tokens and not features.penalties:  # which mask stop ids in their own launch
+        logits_BV = shape_logits(logits_BV, vocab_start, rows, None, min_tokens=True)
+    return logits_BV
 
 
 def is_random(rows: SamplingInputs) -> Tensor:

@@ -7,6 +7,7 @@ CUDA one Triton launch writes it all back; the torch code is the reference and r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from runtime.execute.proposer import Advanced, Observed, Proposer, observes
 from runtime.execute.result_ring import ResultRing, check_shapes
 from runtime.execute.sampling.acceptance import Acceptance, accept, accept_path
 from runtime.execute.sampling.draft_tree import NO_GUESS, walk
-from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.step import step_io_kernels
@@ -63,22 +63,22 @@ def commit(
     draw: Draw,
     verdict: Verdict,
     width: int,
-    logprobs: TokenLogprobs | None = None,
+    reported: Sequence[Tensor] = (),
 ) -> Committed:
     """Append to each row those of its samples that count, at most ``width``: write them into records and histories, and
     report them.
 
-    ``logprobs``: of all samples, reported with them; the host reads as many as a row appended. ``rows`` repeat no slot
+    ``reported``: of all samples (SlotFeature.report); the host reads as many as a row appended. ``rows`` repeat no slot
     but 0, whose rows carry slot 0's own values back. ValueError if a shape does not fit the others, or the ring.
     """
     _check_shapes(rows, draw, verdict, width)
-    ring.check(len(rows.rows_B), width, logprobs if rows.tree is None else None)  # of a tree, those of its path
+    ring.check(len(rows.rows_B), width, reported if rows.tree is None else ())  # of a tree, those of its path
     columns, drafts_BQ, nodes_BW = rows.columns, rows.tokens_BW[:, 1:], None
     old, table = ((c.last_token, c.length, c.finished) for c in (columns, tables.columns))
     entries = ring.stored_EX, ring.appended_1, ring.stamps
-    kernels = None if logprobs is not None else step_io_kernels.kernels_for(rows.rows_B)
-    if kernels is None:  # the ring's torch code packs log-probabilities
-        return commit_in_torch(tables, ring, rows, draw, verdict, width, logprobs)
+    kernels = None if reported else step_io_kernels.kernels_for(rows.rows_B)
+    if kernels is None:  # the ring's torch code packs what is reported
+        return commit_in_torch(tables, ring, rows, draw, verdict, width, reported)
     if rows.tokens == 1:
         kernels.finish(rows.rows_B, draw.token_B, *verdict, old, table, tables.history_SL, *entries)
         return Committed(Acceptance(draw.token_B[:, None], *verdict))
@@ -133,7 +133,7 @@ def commit_in_torch(
     draw: Draw,
     verdict: Verdict,
     width: int,
-    logprobs: TokenLogprobs | None = None,
+    reported: Sequence[Tensor] = (),
 ) -> Committed:
     """The reference of ``commit``."""
     columns, limits = rows.columns, (rows.limit_B, rows.scripted_B)
@@ -143,7 +143,7 @@ def commit_in_torch(
         if rows.tree is None:
             accepted = accept(draw, verdict, rows.tokens_BW[:, 1:], *limits)
         else:
-            accepted, logprobs = accept_path(draw, verdict, logprobs, rows.tokens_BW, rows.tree, width, *limits)
+            accepted, reported = accept_path(draw, verdict, reported, rows.tokens_BW, rows.tree, width, *limits)
         newest_B1 = (accepted.count_B.to(torch.int64)[:, None] - 1).clamp(min=0)
         newest_B = accepted.tokens_BW.gather(1, newest_B1)[:, 0]
     count_B = accepted.count_B
@@ -153,7 +153,7 @@ def commit_in_torch(
         columns.length + count_B,
         torch.where(columns.finished == 0, accepted.finish_B, columns.finished),
     )
-    ring.append(accepted.tokens_BW, count_B, accepted.finish_B, logprobs)
+    ring.append(accepted.tokens_BW, count_B, accepted.finish_B, reported)
     tables.remember(rows.rows_B, columns.length, accepted.tokens_BW, count_B)
     return Committed(accepted, None if rows.tokens == 1 else _shown(rows, accepted))
 

@@ -1,27 +1,29 @@
 """The tail of every step: from final hidden states to sampled tokens, committed by slot and appended to the ring.
 
-Knows: the order logits -> sample -> stop check -> commit -> count tokens, for rows of one token or of a draft window,
-and that ranks exchange a few candidates a row where that is exact. Does not know: what a step gathers, the forward
-pass, plans, graphs. Everything is graph-safe: fixed shapes, no host read.
+Knows: the order logits -> sample -> stop check -> commit -> update slot features, for rows of one token or of a draft
+window, and that ranks exchange a few candidates a row where that is exact. Does not know: what a step gathers, the
+forward pass, plans, graphs, what a slot feature does. Everything is graph-safe: fixed shapes, no host read.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from models.layers.decoder import Decoder
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
-from runtime.execute.sampling.logit_edits import RowEdits, edits_in_tree, edits_in_window, edits_of, remember_
-from runtime.execute.sampling.logprobs import TokenLogprobs, token_logprobs
-from runtime.execute.sampling.penalties import SeenTokens, count_tokens_, seen_in_tree, seen_in_window
 from runtime.execute.sampling.rejection import Drafted, draw_window
 from runtime.execute.sampling.sampler import Draw, Verdict, local_share, merge_shares, sample_and_check
 from runtime.execute.slot_state import SlotTables
+from runtime.execute.slots.feature import RowView
 from runtime.execute.step.commit import Committed, commit
 from runtime.execute.step.gather import Rows
+from runtime.schedule.plan import PADDING_SLOT
 
 
 class Tail:
@@ -39,86 +41,47 @@ class Tail:
         those that W steps of one token would have sampled; if draft tokens were sampled (``rows.drafted``), tokens of
         the same distribution.
         """
-        seen, edits = self._seen_by(rows, width, variant)
-        local_TV = self._model.logits(hidden_TN)
-        if rows.drafted is None:
-            draw, verdict, logprobs = self._draw(local_TV, rows.sampling, variant, seen, edits)
-        else:
-            draw, verdict, logprobs = self._draw_drafted(local_TV, rows, rows.drafted, variant, seen, edits)
-        committed = commit(self._tables, self._ring, rows, draw, verdict, width, logprobs)
+        view = RowView(rows.rows_B, rows.tokens_BW, rows.tree, width)
+        draw, verdict, reported = self._draw(self._model.logits(hidden_TN), rows.sampling, variant, view, rows.drafted)
+        committed = commit(self._tables, self._ring, rows, draw, verdict, width, reported)
         accepted = committed.accepted
-        for index in range(width if variant.penalties or variant.edits else 0):  # in order: a token may repeat
+        with_state = [feature for feature in self._tables.features_of(variant) if feature.tables]
+        for index in range(width if with_state else 0):  # in order: a token may repeat
             gained_B = accepted.count_B > index
-            if variant.penalties:
-                count_tokens_(self._tables.need_seen(), rows.rows_B, accepted.tokens_BW[:, index], gained_B)
-            if variant.edits:
-                remember_(self._tables.edits, rows.rows_B, accepted.tokens_BW[:, index], gained_B)
+            for feature in with_state:
+                feature.advance(rows.rows_B, accepted.tokens_BW[:, index], gained_B)
         return committed
-
-    def _seen_by(self, rows: Rows, width: int, variant: SamplingVariant) -> tuple[SeenTokens | None, RowEdits | None]:
-        """What penalties and logit edits need at each token: the tokens before it."""
-        tokens_BW, tree, seen, edits = rows.tokens_BW, rows.tree, None, None
-        if variant.penalties:
-            seen = self._tables.need_seen().select(rows.rows_B)
-            if tree is not None:
-                seen = seen_in_tree(seen, tokens_BW, generations(tree.parents_BN, width - 1))
-            elif width > 1:
-                seen = seen_in_window(seen, tokens_BW[:, 1:])
-        if variant.edits:
-            if tree is not None:
-                edits = edits_in_tree(self._tables.edits, rows.rows_B, tokens_BW, tree)
-            elif width > 1:
-                edits = edits_in_window(self._tables.edits, rows.rows_B, tokens_BW[:, 1:])
-            else:
-                edits = edits_of(self._tables.edits, rows.rows_B)
-        return seen, edits
 
     def rehearse(self, rows: int, variant: SamplingVariant) -> None:
         """Sample for ``rows`` rows of padding, so that the variant's kernels are compiled; writes nothing."""
         model, tables = self._model, self._tables
-        records = tables.columns.records
-        hidden_BN = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=records.device)
-        seen = None
-        if variant.penalties:  # of padding alone: the tables of all slots may be large, and are not needed yet
-            shape = (rows, tables.vocab_size)
-            counts = torch.zeros(shape, dtype=torch.int16, device=records.device)
-            seen = SeenTokens(counts, torch.zeros(shape, dtype=torch.bool, device=records.device))
-        padding_B = torch.zeros(rows, dtype=torch.int64, device=records.device)
-        edits = edits_of(tables.edits, padding_B) if variant.edits else None
-        self._draw(model.logits(hidden_BN), tables.gather(padding_B).sampling(), variant, seen, edits)
+        device = tables.columns.records.device
+        padding_B = torch.full((rows,), PADDING_SLOT, dtype=torch.int64, device=device)
+        hidden_BN = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+        sampling, view = tables.gather(padding_B).sampling(), RowView(padding_B, padding_B[:, None])
+        with tables.trial(slots=PADDING_SLOT + 1):
+            self._draw(model.logits(hidden_BN), sampling, variant, view)
 
     def _draw(
         self,
-        local_BV: Tensor,
+        local_TV: Tensor,
         sampling: SamplingInputs,
         variant: SamplingVariant,
-        seen: SeenTokens | None,
-        edits: RowEdits | None,
-    ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
-        collectives = self._model.collectives
-        if variant.vocabulary_parallel and collectives.size > 1:  # exchange a few candidates a row, not all logits
-            shard = self._model.vocab_shard
-            if seen is not None:
-                seen = SeenTokens(seen.counts[:, shard.start : shard.end], seen.prompt[:, shard.start : shard.end])
-            share_BX = local_share(local_BV, shard.start, sampling, variant, seen, self._model.config.vocab_size, edits)
-            shares_BX = collectives.all_gather_keys(share_BX, largest=not variant.filters)
-            return *merge_shares(shares_BX, sampling, variant), None
-        logits_BV = self._model.gather_logits(local_BV)
-        draw, verdict = sample_and_check(logits_BV, sampling, variant, seen, edits)
-        logprobs = token_logprobs(logits_BV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
-        return draw, verdict, logprobs
-
-    def _draw_drafted(
-        self,
-        local_TV: Tensor,
-        rows: Rows,
-        drafted: Drafted,
-        variant: SamplingVariant,
-        seen: SeenTokens | None,
-        edits: RowEdits | None,
-    ) -> tuple[Draw, Verdict, TokenLogprobs | None]:
-        """By rejection sampling, over whole rows of logits on every rank."""
-        logits_TV, sampling = self._model.gather_logits(local_TV), rows.sampling
-        draw, verdict = draw_window(logits_TV, sampling, variant, rows.tokens_BW[:, 1:], drafted, seen, edits)
-        logprobs = token_logprobs(logits_TV, draw.token_B, variant.top_logprobs) if variant.logprobs else None
-        return draw, verdict, logprobs
+        view: RowView,
+        drafted: Drafted | None = None,
+    ) -> tuple[Draw, Verdict, Sequence[Tensor]]:
+        """Samples, and what is reported with them. Sampled draft tokens: by rejection sampling, over whole rows of
+        logits on every rank."""
+        model, features = self._model, self._tables.features_of(variant)
+        sampling = replace(sampling, processors=tuple(filter(None, (one.processor(view) for one in features))))
+        if drafted is None and variant.vocabulary_parallel and model.collectives.size > 1:  # a few candidates a row
+            share_BX = local_share(local_TV, model.vocab_shard.start, sampling, variant, model.config.vocab_size)
+            shares_BX = model.collectives.all_gather_keys(share_BX, largest=not variant.filters)
+            return *merge_shares(shares_BX, sampling, variant), ()
+        logits_TV = model.gather_logits(local_TV)
+        if drafted is None:
+            draw, verdict = sample_and_check(logits_TV, sampling, variant)
+        else:
+            draw, verdict = draw_window(logits_TV, sampling, variant, view.tokens_BW[:, 1:], drafted)
+        reports = (feature.report(logits_TV, draw.token_B, variant) for feature in features)
+        return draw, verdict, tuple(chain.from_iterable(reports))

@@ -34,7 +34,7 @@ from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS, default_buckets
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling import logprobs, sampler
+from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
@@ -78,7 +78,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs)
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
@@ -173,7 +173,7 @@ class Rank:
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         zeros = partial(torch.zeros, device=META)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=zeros, pinned=zeros, compute=compute))
-        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, max_logprobs=TOP_LOGPROBS[-1])
+        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, reported=2 + 2 * TOP_LOGPROBS[-1])
         limits = StepLimits(BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length)
         slots = SlotTables(
             device,

@@ -111,7 +111,7 @@ def counted(engine: Engine) -> Iterator[Counted]:
     def stage(self: Staging, spec: LaunchSpec) -> Staged | None:
         staged = stages(self, spec)
         if staged is not None:
-            found.sent = {name: tensor.nbytes for name, tensor in staged.changes.parts()}
+            found.sent = {name: tensor.nbytes for name, tensor in staged.changes.items()}
         return staged
 
     launches, stages = Executor.launch, Staging.stage

@@ -95,7 +95,7 @@ class Trials:
 
         def held(executor: Executor, trial: Trial) -> float:
             found = peak_of(executor, trial)
-            if isinstance(trial, partial):  # or they are the tables of tokens seen
+            if isinstance(trial, partial):  # or it makes late tables
                 self.held.append((name_of(trial), cast(SmallTwin, executor.device).peaks[-1]))
             return found
 
@@ -197,15 +197,16 @@ def test_a_trial_among_groups_has_the_widest_exchange_that_is_captured(
 
 def left_behind(executor: Executor) -> dict[str, Any]:
     """All that a trial could leave, but for what padding writes into slot 0 and the trash block, which nobody reads."""
-    tables, ring, seen = executor.tables, executor._ring, executor.tables.seen
-    columns = tables.columns
+    tables, ring, columns = executor.tables, executor._ring, executor.tables.columns
+    state = {
+        feature.name: feature.tables and tuple(table[1:].clone() for table in feature.tables)
+        for feature in tables.features
+    }
     return {
         "records": columns.records.clone(),
         "blocks": tables.block_table_SP.clone(),
-        "seen": None if seen is None else (seen.counts[1:].clone(), seen.prompt[1:].clone()),
-        "late tables": tables.late_seen_tables,
+        **state,
         "history": None if tables.history_SL is None else tables.history_SL[1:].clone(),
-        "edited": set(tables.edited),
         "appended": ring.appended_1.item(),
         "latest": ring.latest,
         "stamps": ring.buffer_EX[:, 0].clone(),
@@ -253,11 +254,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(model, monkeypatch)
     if late_tables:
-        monkeypatch.setattr(executors, "SEEN_TOKENS_SHARE", 0.0)
+        monkeypatch.setattr(executors, "LATE_TABLES_SHARE", 0.0)
     trials = Trials(monkeypatch)
     with watched(monkeypatch) as left, rig(device=SmallTwin(0 if too_small else None), **CHAIN) as engine:
         assert (engine.model_config.widest == GREEDY) == too_small
-        assert (engine.executor.tables.seen is None) == late_tables
+        assert any(feature.tables is None for feature in engine.executor.tables.features) == late_tables
     assert trials.held
     assert left == []
 
@@ -320,7 +321,7 @@ def later(requests: list[Request]) -> dict[int, list[Request]]:
 @pytest.mark.parametrize("late_tables", [False, True])
 def test_windows_of_guessed_ngrams_give_the_same_tokens(late_tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if late_tables:
-        monkeypatch.setattr(executors, "SEEN_TOKENS_SHARE", 0.0)
+        monkeypatch.setattr(executors, "LATE_TABLES_SHARE", 0.0)
     requests = repeating(4, **LATE)
     arriving = later(requests)
     limits = {name: value for name, value in CHAIN.items() if name not in ("proposer", "speculation")}

@@ -30,14 +30,12 @@ class Steps:
         *,
         rows: int = 4,
         width: int = 1,
-        max_logprobs: int = 0,
+        reported: int = 0,
         direct: bool = False,
         on_timing: Callable[[StepTiming], None] | None = None,
     ) -> None:
         self.device = device
-        self.ring = ResultRing(
-            device, entries=ENTRIES, rows=rows, width=width, max_logprobs=max_logprobs, direct=direct
-        )
+        self.ring = ResultRing(device, entries=ENTRIES, rows=rows, width=width, reported=reported, direct=direct)
         self.landing = ResultReader(device, self.ring, on_timing=on_timing)
 
     def launch(self, spec: LaunchSpec, *, fail: bool = False) -> None:
@@ -52,14 +50,14 @@ class Steps:
             raise FloatingPointError("the model failed")
         rows, width = torch.arange(spec.shape.rows), torch.arange(spec.shape.width)
         tokens = spec.plan.step * 100 + rows[:, None] * 10 + width
-        parts = None
-        if (logprobs := spec.shape.variant.reported) is not None:
+        parts: tuple[torch.Tensor, ...] = ()
+        if spec.shape.variant.logprobs:
             chosen = -tokens.to(torch.float32) / 8
-            top = chosen[..., None].expand(-1, -1, logprobs) - 1
+            top = chosen[..., None].expand(-1, -1, spec.shape.variant.top_logprobs) - 1
             parts = TokenLogprobs(chosen, (tokens + 1).to(torch.int32), top.to(torch.int32), top.contiguous())
         before = self.ring.buffer_EX.clone()
         self.ring.append(tokens, torch.ones(spec.shape.rows, dtype=torch.int32), rows % 3, parts)
-        if self.ring.direct and parts is None:  # as a kernel does, which leaves the device's buffer alone
+        if self.ring.direct and not parts:  # as a kernel does, which leaves the device's buffer alone
             entry = (int(self.ring.appended_1) - 1) % ENTRIES
             self.ring.stored_EX[entry] = self.ring.buffer_EX[entry]
             self.ring.buffer_EX.copy_(before)
@@ -97,7 +95,7 @@ def test_wide_rows_are_row_major(device: TwinDevice) -> None:
 
 
 def test_logprobs_come_along_when_asked_for(device: TwinDevice) -> None:
-    steps = Steps(device, max_logprobs=2)
+    steps = Steps(device, reported=6)
     steps.launch(decode_step(1, (4, 5), bucket=4, logprobs=2))
     steps.launch(decode_step(2, (4, 5), bucket=4))
     steps.launch(decode_step(3, (4, 5), bucket=4, logprobs=0))
@@ -161,7 +159,7 @@ def test_the_append_number_wraps_with_the_ring(device: TwinDevice) -> None:
 
 def test_what_kernels_store_at_home_needs_no_copy(device: TwinDevice) -> None:
     """Beside results with log-probabilities, which do: the same entries in turn."""
-    steps = Steps(device, max_logprobs=1, direct=True)
+    steps = Steps(device, reported=4, direct=True)
     device.copy.pause()
     for step in range(7):
         steps.launch(decode_step(step, (1, 2)))

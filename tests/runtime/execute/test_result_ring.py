@@ -47,7 +47,7 @@ def device() -> Iterator[TwinDevice]:
 
 @pytest.fixture
 def ring(device: TwinDevice) -> ResultRing:
-    return ResultRing(device, entries=4, rows=ROWS, width=WIDTH, max_logprobs=TOP)
+    return ResultRing(device, entries=4, rows=ROWS, width=WIDTH, reported=2 + 2 * TOP)
 
 
 # ---- append ----
@@ -55,9 +55,9 @@ def ring(device: TwinDevice) -> ResultRing:
 
 def test_what_fits_is_appended_and_its_shape_known(ring: ResultRing) -> None:
     ring.append(integers(2, 3), integers(2), integers(2), logprobs(2, 3, top=1))
-    assert ring.latest == ResultShape(2, 3, 1)
+    assert ring.latest == ResultShape(2, 3, 4)
     ring.append(integers(4, 1), integers(4), integers(4), logprobs(4, top=0))
-    assert ring.latest == ResultShape(4, 1, 0)
+    assert ring.latest == ResultShape(4, 1, 2)
     ring.append(integers(4, 3), integers(4), integers(4))
     assert ring.latest == ResultShape(4, 3)
     assert ring.appended_1.item() == 3
@@ -88,13 +88,12 @@ def test_append_refuses_other_shapes(
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (logprobs(3, 3), r"log-probabilities \{'chosen': 9, .*\} for 6 tokens and 2 likely ones beside each"),
-        (logprobs(2, 3)._replace(rank=integers(2)), "'rank': 2, .* for 6 tokens"),
-        (logprobs(2, 3)._replace(top_ids=integers(2, 3, 1)), "'top_values': 12} for 6 tokens and 1 likely ones"),
-        (logprobs(2, 3)._replace(top_values=torch.zeros(5, 2)), "'top_values': 10} for 6 tokens and 2 likely ones"),
-        (logprobs(2, 3, top=3), "3 likely tokens beside each; an entry .* 2 likely tokens beside each"),
+        (logprobs(3, 3), r"\[9, 9, 18, 18\] words reported with 6 tokens"),
+        (logprobs(2, 3)._replace(rank=integers(2)), r"\[6, 2, 12, 12\] words reported with 6 tokens"),
+        (logprobs(2, 3)._replace(top_values=torch.zeros(5, 2)), r"\[6, 6, 12, 10\] words reported with 6 tokens"),
+        (logprobs(2, 3, top=3), "8 words reported with each; an entry .* 6 words reported with each"),
     ],
-    ids=["tokens", "rank", "top ids", "top values", "likely tokens"],
+    ids=["tokens", "rank", "top values", "likely tokens"],
 )
 def test_append_refuses_log_probabilities_of_other_tokens(ring: ResultRing, parts: TokenLogprobs, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -110,7 +109,7 @@ def test_append_refuses_log_probabilities_of_other_tokens(ring: ResultRing, part
     [
         ({"bucket": 5}, "5 rows x 1 tokens"),
         ({"width": 4}, "2 rows x 4 tokens"),
-        ({"logprobs": 3}, "3 likely tokens beside each"),
+        ({"logprobs": 3}, "8 words reported with each"),
     ],
     ids=str,
 )
@@ -147,9 +146,12 @@ def test_landing_refuses_fewer_rows_than_the_plan_has(device: TwinDevice, ring: 
 @pytest.mark.parametrize(
     ("append", "found"),
     [
-        (lambda ring, rows: ring.append(integers(rows, 3), integers(rows), integers(rows)), "3 rows x 3 tokens, no"),
+        (
+            lambda ring, rows: ring.append(integers(rows, 3), integers(rows), integers(rows)),
+            "3 rows x 3 tokens, 0 words",
+        ),
         (lambda ring, rows: ring.append(integers(2, 2), integers(2), integers(2), logprobs(2, 2)), "2 rows x 2"),
-        (lambda ring, rows: ring.append(integers(3, 2), integers(3), integers(3), logprobs(6, top=1)), "1 likely"),
+        (lambda ring, rows: ring.append(integers(3, 2), integers(3), integers(3), logprobs(6, top=1)), "4 words"),
         (lambda ring, rows: None, "no shape"),
     ],
     ids=["width", "rows", "likely tokens", "nothing"],
@@ -161,7 +163,7 @@ def test_a_graph_of_other_results_than_will_be_read_is_not_captured(
     variant = SamplingVariant(logprobs=True, top_logprobs=TOP)
     row_maps = {3: torch.zeros(3, dtype=torch.int64)}
     graphs = make_row_graphs("toy", device, lambda rows_B, *_: append(ring, len(rows_B)), ring, row_maps, width=2)
-    expected = f"the toy graph of 3 rows failed: .*results of .*{found}.*; they are to be read as 3 rows x 2 tokens, 2 "
+    expected = f"the toy graph of 3 rows failed: .*results of .*{found}.*; they are to be read as 3 rows x 2 tokens, 6 "
     with pytest.raises(CaptureError, match=expected):
         graphs.warm_up((variant,))
 
@@ -237,7 +239,7 @@ def test_a_window_of_other_shapes_is_not_committed(
 @pytest.mark.parametrize(("rows", "width"), [(4, 2), (3, 3)], ids=str)
 def test_a_window_that_an_entry_cannot_hold_is_not_committed(path: str, rows: int, width: int) -> None:
     case, small = random_case(1, rows=4, blocks=3, width=5), random_case(1, rows=4, blocks=3, width=5).ring
-    small.room = ResultShape(rows, width, 1)
+    small.room = ResultShape(rows, width, 4)
     with pytest.raises(ValueError, match=f"4 rows x 3 tokens, .* the ring has room for {rows} rows x {width} tokens"):
         commit(case.tables, small, window_of(case, 3), *drawn(12), 3)
 
@@ -270,7 +272,7 @@ def test_draws_of_other_rows_are_not_written_back(path: str, parts: Drawn, messa
 
 def test_rows_that_an_entry_cannot_hold_are_not_written_back(path: str) -> None:
     case = random_case(1, rows=4, blocks=3)
-    case.ring.room = ResultShape(3, 1, 1)
+    case.ring.room = ResultShape(3, 1, 4)
     before, rows = case.on("cpu"), gather_decode_in_torch(case.tables, case.rows_B, BLOCK_SIZE)
     with pytest.raises(ValueError, match=r"results of 4 rows x 1 tokens, .* the ring has room for 3 rows x 1 tokens"):
         commit(case.tables, case.ring, rows, *drawn(4), 1)

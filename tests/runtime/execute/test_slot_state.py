@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
+from runtime.execute.sampling.penalties import PenaltyFeature
 from runtime.execute.slot_state import SlotColumns, SlotTables, check_stop_ids, fill_record, record_dtype
 from runtime.schedule.request import FinishReason, SamplingParams
 from tests.runtime.execute.plans import slot_write
@@ -102,14 +103,14 @@ def test_gather_copies_and_store_writes_by_slot(device: TwinDevice) -> None:
     assert sampling.finished.tolist() == [False, True, True, True]
 
 
-def test_seen_tables_wait_for_their_first_user_when_large(device: TwinDevice) -> None:
-    at_once = SlotTables(device, max_requests=3, max_blocks=1, vocab_size=100, seen_bytes=1200)
-    assert at_once.seen is not None
-    late = SlotTables(device, max_requests=3, max_blocks=1, vocab_size=100, seen_bytes=1199)
-    assert late.seen is None
-    first = late.need_seen()
-    assert late.need_seen() is first
-    assert (at_once.late_seen_tables, late.late_seen_tables) == (0, 1)
+def test_large_late_tables_wait_for_the_first_request_that_needs_them(device: TwinDevice) -> None:
+    at_once = SlotTables(device, max_requests=3, max_blocks=1, vocab_size=100, late_bytes=1200)
+    assert all(feature.tables is not None for feature in at_once.features)
+    late = SlotTables(device, max_requests=3, max_blocks=1, vocab_size=100, late_bytes=1199)
+    (waiting,) = (feature for feature in late.features if feature.tables is None)
+    assert isinstance(waiting, PenaltyFeature)
+    first = waiting.need()
+    assert waiting.need() is first
     assert first.counts.shape == first.prompt.shape == (4, 100)
 
 

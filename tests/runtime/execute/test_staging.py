@@ -18,6 +18,7 @@ from torch import Tensor
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.device.protocol import DeviceError
 from runtime.execute.launch_spec import LaunchSpec
+from runtime.execute.sampling.penalties import PenaltyFeature, SeenTokens
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging
 from runtime.schedule.plan import Chunk, Fork, SlotUpdate
@@ -29,6 +30,10 @@ from tests.runtime.execute.plans import decode_step, prefill_step, slot_write
 def device() -> Iterator[TwinDevice]:
     with TwinDevice() as opened:
         yield opened
+
+
+def seen_of(tables: SlotTables) -> SeenTokens:
+    return next(feature.need() for feature in tables.features if isinstance(feature, PenaltyFeature))
 
 
 def make_staging(device: TwinDevice, *, max_prefill_tokens: int = 64, entries: int = 4) -> tuple[SlotTables, Staging]:
@@ -148,14 +153,14 @@ def test_what_a_long_answer_repeats_is_counted_as_far_as_a_count_goes(device: Tw
     tokens = (7, 7, *[7, 5] * 32_770, *[7] * 40_000, 4)
     write = slot_write(2, tokens, prompt_length=2, sampling=SamplingParams(seed=1, repetition_penalty=1.2))
     run(device, staging, decode_step(0, (2,), slot_writes=(write,)))
-    counts = tables.need_seen().counts[2]
+    counts = seen_of(tables).counts[2]
     assert counts[[4, 5, 6, 7]].tolist() == [1, 32_767, 0, 32_767]
-    assert tables.need_seen().prompt[2].nonzero().flatten().tolist() == [7]
+    assert seen_of(tables).prompt[2].nonzero().flatten().tolist() == [7]
 
 
 def test_penalised_requests_start_with_their_own_tokens_seen(device: TwinDevice) -> None:
     tables, staging = make_staging(device)
-    seen = tables.need_seen()
+    seen = seen_of(tables)
     seen.counts.fill_(5)
     seen.prompt.fill_(True)
     penalised = SamplingParams(seed=1, repetition_penalty=1.2)
@@ -316,7 +321,7 @@ def test_an_entry_that_is_too_small_grows_and_is_counted(device: TwinDevice) -> 
     penalised = SamplingParams(seed=1, presence_penalty=0.5)
     run(device, staging, decode_step(1, (1,), slot_writes=(slot_write(1, long, sampling=penalised),)))
     assert staging.counters.growths == 1
-    assert tables.need_seen().prompt[1].all()
+    assert seen_of(tables).prompt[1].all()
 
 
 # ---- races ----

@@ -21,6 +21,7 @@ from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.result_ring import NO_APPEND, ResultRing
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
+from runtime.execute.sampling.penalties import PenaltyFeature
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.step.memory import Trial
 
@@ -65,8 +66,9 @@ class Tried:
         )
         self._too_much = too_much
         self._ring = SimpleNamespace(start_over=self._start_over)
+        late = SimpleNamespace(name="penalties", tables=None, need=lambda: None)
         self.tables = SimpleNamespace(
-            seen=None, drop_seen=self._drop, need_seen=lambda: None, seen_by_padding=self._seen_by_padding
+            trial=self._trial, features_of=lambda variant: [late] if variant.penalties else []
         )
         self._roles = {str(W): SimpleNamespace(trials=partial(self._trials_of, W)) for W in tokens}
         self.device = SimpleNamespace(
@@ -77,17 +79,15 @@ class Tried:
             release_unused=lambda: None,
         )
 
-    def _drop(self) -> None:
-        self.dropped += 1
-
     def _start_over(self) -> None:
         self.started_over += 1
 
     @contextmanager
-    def _seen_by_padding(self) -> Iterator[None]:
-        self._small_tables = True
+    def _trial(self, slots: int | None = None) -> Iterator[None]:
+        self._small_tables = slots == 1
         yield
         self._small_tables = False
+        self.dropped += slots is None
 
     def _compile_ahead(self, *works: Trial) -> None:
         self._compiling = True
@@ -215,13 +215,14 @@ def test_a_trial_that_failed_behind_its_append_leaves_no_result() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_tables_of_tokens_seen_by_padding_are_for_a_while(at_once: bool) -> None:
+def test_late_tables_of_a_trial_are_given_back(at_once: bool) -> None:
     with TwinDevice() as device:
-        tables = SlotTables(device, max_requests=5, max_blocks=2, vocab_size=7, seen_bytes=None if at_once else 0)
-        before = tables.seen
-        with tables.seen_by_padding():
-            assert len(tables.need_seen().counts) == len(tables.need_seen().prompt) == (6 if at_once else 1)
-        assert tables.seen is before
-        assert (before is not None) == at_once
-        assert tables.late_seen_tables == 0
-        assert len(tables.need_seen().counts) == 6
+        tables = SlotTables(device, max_requests=5, max_blocks=2, vocab_size=7, late_bytes=None if at_once else 0)
+        before = [feature.tables for feature in tables.features]
+        (seen,) = (feature for feature in tables.features if isinstance(feature, PenaltyFeature))
+        with tables.trial(slots=1):
+            assert len(seen.need().counts) == len(seen.need().prompt) == (6 if at_once else 1)
+        assert (seen.tables is not None) == at_once
+        with tables.trial():
+            assert len(seen.need().counts) == 6
+        assert all(feature.tables is table for feature, table in zip(tables.features, before, strict=True))

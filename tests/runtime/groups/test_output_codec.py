@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tolist()
     if isinstance(value, StepLogprobs | PromptLogprobs):
-        return tuple(plain(getattr(value, name)) for name in type(value).__slots__)
+        return tuple(plain(getattr(value, name)) for name in type(value)._fields)
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
     return value

@@ -14,29 +14,29 @@ from hypothesis import strategies as st
 from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events, most_bytes
 from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, ResetPrefixCache, Resume
-from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
+from runtime.schedule.request import NUMBERS, Field, FinishReason, Request, SamplingParams, packed
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 COUNTS = st.integers(0, 2**31 - 1)
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def legal(field: Field) -> st.SearchStrategy[Any]:
+    most = 2**31 - 1 if field.name in ("max_tokens", "min_tokens") else field.highest  # cut before they are sent
+    if field.type is float:
+        return st.floats(field.lowest, most)
+    return (
+        st.integers(int(field.lowest), int(most))
+        if field.default is not None
+        else st.none() | st.integers(int(field.lowest), int(most))
+    )
+
+
 SAMPLING = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 2**31 - 1),
-    min_tokens=COUNTS,
-    temperature=st.floats(0, 1e30),
-    top_k=COUNTS,
-    top_p=st.floats(0, 1),
-    min_p=st.floats(0, 1),
-    repetition_penalty=FINITE,
-    presence_penalty=FINITE,
-    frequency_penalty=FINITE,
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
-    n=st.integers(1, 100),
+    **{field.name: legal(field) for field in NUMBERS},
     stop=st.lists(st.text(max_size=5), max_size=3).map(tuple),
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
-    logprobs=st.none() | COUNTS,
-    prompt_logprobs=st.none() | COUNTS,
     cache_salt=st.text(max_size=5),
 )
 IDS = st.integers(0, 2**62 - 1)
@@ -93,8 +93,8 @@ def test_no_events_are_no_bytes() -> None:
 def test_most_bytes_is_a_bound_that_is_not_far_off() -> None:
     most = 2**31 - 1
     ids = (most,) * 1000
-    numbers: dict[str, Any] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"), most)
-    plain = Request(2**62 - 1, ids, SamplingParams(**numbers, prompt_logprobs=most), (), 2**63 - 1)
+    numbers: dict[str, Any] = {field.name: field.type(min(most, field.highest)) for field in NUMBERS}
+    plain = Request(2**62 - 1, ids, SamplingParams(**numbers), (), 2**63 - 1)
     lists: list[dict[str, Any]] = [
         {"stop_token_ids": ids},
         {"allowed_token_ids": ids},
@@ -123,16 +123,17 @@ def test_every_field_of_the_dataclasses_travels() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"temperature": -0.1}, ">= 0.0"),
-        ({"temperature": float("inf")}, "temperature is inf, not finite"),
-        ({"temperature": float("nan")}, ">= 0.0"),
-        ({"presence_penalty": float("nan")}, "presence_penalty is nan, not finite"),
-        ({"top_p": 1.5}, "<= 1.0"),
-        ({"max_tokens": 0}, ">= 1"),
+        ({"temperature": -0.1}, "request 3: temperature is -0.1, not 0 to 1000"),
+        ({"temperature": float("inf")}, "temperature is inf, not 0 to 1000"),
+        ({"temperature": float("nan")}, "temperature is nan, not 0 to 1000"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan, not -2 to 2"),
+        ({"top_p": 1.5}, "top_p is 1.5, not"),
+        ({"max_tokens": 0}, "max_tokens is 0, not 1 to"),
+        ({"max_tokens": 2**31}, "<= 2147483647"),
         ({"max_tokens": 1.5}, "Expected `int`"),
         ({"max_tokens": True}, "Expected `int`"),
         ({"seed": 2**63}, ""),
-        ({"n": 0}, ">= 1"),
+        ({"n": 0}, "n is 0, not 1 to 128"),
         ({"stop": "word"}, "Expected `array`"),
         ({"stop_token_ids": (-1,)}, ">= 0"),
         ({"ignore_eos": 1}, "Expected `bool`"),

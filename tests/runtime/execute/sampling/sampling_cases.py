@@ -6,13 +6,15 @@ Knows: how a list of requests becomes SamplingInputs. Does not know: slots, expe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling.inputs import SamplingInputs
+from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.logit_edits import RowEdits
 from runtime.execute.sampling.penalties import SeenTokens
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
@@ -51,6 +53,14 @@ def rows_for(
         stop_ids=torch.tensor([[*ids, *(-1,) * (width - len(ids))] for ids in stops], dtype=torch.int32, device=device),
         finished=column(finished if finished is not None else [False] * len(params), torch.bool),
     )
+
+
+def processed(
+    rows: SamplingInputs, features: SamplingVariant, seen: SeenTokens | None = None, edits: RowEdits | None = None
+) -> SamplingInputs:
+    """With the logits processors that ``features`` asks for, as a step has them."""
+    wanted = edits if features.edits else None, seen if features.penalties else None
+    return replace(rows, processors=tuple(one for one in wanted if one is not None))
 
 
 def seen_for(vocab: int, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> SeenTokens:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from runtime.execute.sampling.acceptance import accept
-from runtime.execute.sampling.penalties import SeenTokens, seen_in_window
+from runtime.execute.sampling.penalties import SeenTokens, seen_before
 from runtime.execute.sampling.sampler import Draw, Verdict
+from runtime.execute.slots.feature import RowView
 from runtime.schedule.request import FinishReason
 
 NONE, STOP, LENGTH, ERROR = (int(FinishReason[name]) for name in ("NONE", "STOP", "LENGTH", "ERROR"))
@@ -55,7 +56,8 @@ def test_acceptance_is_the_walk_of_each_row(width: int) -> None:
 def test_a_proposal_is_seen_by_the_tokens_behind_it_and_by_no_other() -> None:
     counts = torch.tensor([[0, 2, 0, 0], [1, 0, 0, 5]], dtype=torch.int16)
     prompt = torch.tensor([[True, False, False, False], [False, False, True, False]])
-    seen = seen_in_window(SeenTokens(counts, prompt), torch.tensor([[3, 1], [2, 2]]))
+    view = RowView(torch.tensor([1, 2]), torch.tensor([[0, 3, 1], [0, 2, 2]]), width=3)
+    seen = seen_before(SeenTokens(counts, prompt), view)
     assert seen.counts.tolist() == [
         [0, 2, 0, 0],
         [0, 2, 0, 1],

@@ -11,17 +11,19 @@ import torch
 
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.logit_edits import HISTORY, RowEdits, edit_logits, edits_in_window, edits_of, remember_
+from runtime.execute.sampling.logit_edits import HISTORY, EditFeature, RowEdits, edit_logits, edits_of
 from runtime.execute.sampling.sampler import local_share, merge_shares, sample
 from runtime.execute.slot_state import SlotTables
+from runtime.execute.slots.feature import RowView
 from runtime.execute.staging import Staging
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from tests.runtime.execute.plans import decode_step, slot_write
 from tests.runtime.execute.sampling import sampling_reference as reference
 from tests.runtime.execute.sampling.edit_cases import edits_for, random_edits
-from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
+from tests.runtime.execute.sampling.sampling_cases import processed, random_params, rows_for, seen_for
 
 VOCAB = 61
+EDITS = SamplingVariant(edits=True)
 
 
 @pytest.fixture
@@ -64,14 +66,15 @@ def test_rows_without_edits_keep_their_bits() -> None:
 def test_a_mask_does_not_hide_unusable_logits() -> None:
     params = [SamplingParams(allowed_token_ids=(0,)), SamplingParams(bad_words_token_ids=((1,),))]
     logits = torch.tensor([[0.0, float("nan")], [0.0, float("inf")]])
-    draw = sample(logits, rows_for(params, [0, 0]), SamplingVariant(edits=True), None, edits_for(params, [[], []], 2))
+    rows = processed(rows_for(params, [0, 0]), EDITS, edits=edits_for(params, [[], []], 2))
+    draw = sample(logits, rows, EDITS)
     assert draw.ok_B.tolist() == [False, False]
 
 
 def test_a_row_with_nothing_left_is_not_ok() -> None:
     params = [SamplingParams(allowed_token_ids=(1,), bad_words_token_ids=((1,),)), SamplingParams()]
     edits = edits_for(params, [[], []], 3)
-    draw = sample(torch.zeros(2, 3), rows_for(params, [0, 0]), SamplingVariant(edits=True), None, edits)
+    draw = sample(torch.zeros(2, 3), processed(rows_for(params, [0, 0]), EDITS, edits=edits), EDITS)
     assert draw.ok_B.tolist() == [False, True]
 
 
@@ -79,7 +82,8 @@ def test_tokens_are_those_of_the_float64_reference() -> None:
     logits, params, outputs, edits = _cases(9, 64)
     features = SamplingVariant.covering(params)
     assert features.edits
-    got = sample(logits, rows_for(params, [len(o) for o in outputs]), features, None, edits)
+    rows = processed(rows_for(params, [len(o) for o in outputs]), features, edits=edits)
+    got = sample(logits, rows, features)
     for row, p in enumerate(params):
         shaped = reference.shape(logits[row].double().numpy(), p, [], outputs[row])
         if np.isneginf(shaped).all():
@@ -93,7 +97,8 @@ def test_penalties_see_edited_logits() -> None:
     p = SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias=((0, 5.0),))
     logits = torch.tensor([[-1.0, 2.5, 1.0]])  # id 0: -1 + 5 = 4, then 4 / 2 = 2
     features = SamplingVariant.covering([p])
-    draw = sample(logits, rows_for([p], [3]), features, seen_for(3, [[0]], [[]]), edits_for([p], [[]], 3))
+    rows = processed(rows_for([p], [3]), features, seen_for(3, [[0]], [[]]), edits_for([p], [[]], 3))
+    draw = sample(logits, rows, features)
     assert draw.token_B.tolist() == [1]
 
 
@@ -102,18 +107,25 @@ def test_shares_of_the_vocabulary_draw_the_same(ranks: int) -> None:
     logits, params, outputs, edits = _cases(11, 48)
     params = [SamplingParams(temperature=p.temperature, seed=p.seed) for p in params]  # the edits are in the tables
     rows, features = rows_for(params, [len(o) for o in outputs]), SamplingVariant(random=True, edits=True)
-    size = -(-VOCAB // ranks)
+    rows, size = processed(rows, features, edits=edits), -(-VOCAB // ranks)
     shares = [
-        local_share(logits[:, begin : begin + size], begin, rows, features, None, VOCAB, edits)
-        for begin in range(0, VOCAB, size)
+        local_share(logits[:, begin : begin + size], begin, rows, features, VOCAB) for begin in range(0, VOCAB, size)
     ]
     draw, _ = merge_shares(torch.cat(shares, 1), rows, features)
-    wanted = sample(logits, rows, features, None, edits)
+    wanted = sample(logits, rows, features)
     assert torch.equal(draw.ok_B, wanted.ok_B)
     assert torch.equal(draw.token_B, wanted.token_B)
 
 
 # ---- tables by slot ----
+
+
+def _edits(tables: SlotTables) -> EditFeature:
+    return next(feature for feature in tables.features if isinstance(feature, EditFeature))
+
+
+def _now(tables: SlotTables, slots: torch.Tensor) -> RowEdits:
+    return edits_of(_edits(tables).need(), RowView(slots, slots[:, None]))
 
 
 def test_what_a_request_names_is_staged_when_it_is_seated_and_taken_back_from_its_slot(device: TwinDevice) -> None:
@@ -133,9 +145,9 @@ def test_what_a_request_names_is_staged_when_it_is_seated_and_taken_back_from_it
         assert staged is not None
         staging.apply(staged)
         device.synchronize()
-        assert tables.edited == {slot for slot, (sampling, _) in held.items() if sampling.edits_logits}
+        assert _edits(tables).edited == {slot for slot, (sampling, _) in held.items() if sampling.edits_logits}
         known = sorted(held)
-        rows = edits_of(tables.edits, torch.tensor(known))
+        rows = _now(tables, torch.tensor(known))
         logits = torch.from_numpy(rng.normal(0, 3, (len(known), VOCAB)).astype(np.float32))
         wanted = edits_for([held[slot][0] for slot in known], [held[slot][1] for slot in known], VOCAB)
         assert torch.equal(edit_logits(logits, rows), edit_logits(logits, wanted))
@@ -158,14 +170,14 @@ def test_requests_that_name_no_tokens_and_steady_steps_stage_nothing_for_it(devi
 
 
 def _moved_on(tables: SlotTables, slots: Sequence[int], tokens: Sequence[int], gained: Sequence[bool]) -> None:
-    remember_(tables.edits, torch.tensor(slots), torch.tensor(tokens), torch.tensor(gained))
+    _edits(tables).advance(torch.tensor(slots), torch.tensor(tokens), torch.tensor(gained))
 
 
 def test_the_newest_tokens_move_on_with_rows_that_gain_one(device: TwinDevice) -> None:
     tables = SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCAB)
     rng = np.random.default_rng(2)
     outputs: dict[int, list[int]] = {slot: [] for slot in range(5)}
-    tables.edits.recent_SH.fill_(-1)
+    _edits(tables).need().recent_SH.fill_(-1)
     for _ in range(60):
         slots = rng.permutation(np.arange(1, 5))[:3].tolist()
         tokens, gained = rng.integers(0, VOCAB, 3).tolist(), (rng.random(3) < 0.7).tolist()
@@ -174,22 +186,23 @@ def test_the_newest_tokens_move_on_with_rows_that_gain_one(device: TwinDevice) -
             outputs[slot] += [token] * flag
         for slot, output in outputs.items():
             newest = output[-HISTORY:]
-            assert tables.edits.recent_SH[slot].tolist() == [-1] * (HISTORY - len(newest)) + newest
+            assert _edits(tables).need().recent_SH[slot].tolist() == [-1] * (HISTORY - len(newest)) + newest
 
 
 def test_a_window_sees_what_single_steps_see(device: TwinDevice) -> None:
     tables = SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCAB)
     rng = np.random.default_rng(6)
-    tables.edits.recent_SH.copy_(torch.from_numpy(rng.integers(0, VOCAB, (5, HISTORY))))
+    _edits(tables).need().recent_SH.copy_(torch.from_numpy(rng.integers(0, VOCAB, (5, HISTORY))))
     slots = torch.tensor([3, 1, 0])
     proposals = torch.from_numpy(rng.integers(0, VOCAB, (3, 4)))
-    window = edits_in_window(tables.edits, slots, proposals)
+    tokens = torch.cat((slots[:, None], proposals), 1)
+    window = edits_of(_edits(tables).need(), RowView(slots, tokens, width=5))
     assert window.slots_R.tolist() == [slot for slot in (3, 1, 0) for _ in range(5)]
     for index in range(5):
-        single = edits_of(tables.edits, slots)
+        single = _now(tables, slots)
         assert torch.equal(window.recent_RH.view(3, 5, HISTORY)[:, index], single.recent_RH)
         if index < 4:
-            remember_(tables.edits, slots, proposals[:, index], torch.ones(3, dtype=torch.bool))
+            _moved_on(tables, slots.tolist(), proposals[:, index].tolist(), [True] * 3)
 
 
 def test_the_longest_bad_word_needs_all_its_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.execute.sampling.draft_tree import generations
+from runtime.execute.sampling.draft_tree import lay_out
 from runtime.execute.sampling.penalties import (
     SeenTokens,
     apply_penalties,
@@ -13,9 +13,9 @@ from runtime.execute.sampling.penalties import (
     load_tokens_,
     mask_stop_ids,
     reset_slots_,
-    seen_in_tree,
-    seen_in_window,
+    seen_before,
 )
+from runtime.execute.slots.feature import RowView
 from runtime.schedule.request import SamplingParams
 from tests.runtime.execute.sampling import sampling_reference as reference
 from tests.runtime.execute.sampling.sampling_cases import rows_for, seen_for
@@ -27,16 +27,10 @@ def _tables(slots: int, vocab: int) -> SeenTokens:
     return SeenTokens(torch.zeros(slots, vocab, dtype=torch.int16), torch.zeros(slots, vocab, dtype=torch.bool))
 
 
-def _load(tables: SeenTokens, slot: int, prompt: list[int], output: list[int], padding: int = 3) -> None:
-    tokens = [*prompt, *output, *[1] * padding]
-    live = [True] * (len(prompt) + len(output)) + [False] * padding
-    load_tokens_(
-        tables,
-        torch.tensor([slot if flag else 0 for flag in live]),
-        torch.tensor(tokens),
-        torch.tensor([i < len(prompt) for i in range(len(tokens))]),
-        torch.tensor(live),
-    )
+def _load(tables: SeenTokens, slot: int, prompt: list[int], output: list[int]) -> None:
+    tokens = [*prompt, *output]
+    in_prompt = torch.arange(len(tokens)) < len(prompt)
+    load_tokens_(tables, torch.full((len(tokens),), slot), torch.tensor(tokens), in_prompt)
 
 
 def test_penalties_are_those_of_plain_python() -> None:
@@ -95,19 +89,6 @@ def test_tables_follow_slots_through_reuse() -> None:
         assert torch.equal(tables.prompt[1:], expected.prompt)
 
 
-def test_a_share_of_the_vocabulary_counts_only_its_tokens() -> None:
-    tables = _tables(2, 4)  # ids 4..7
-    one = torch.ones(3, dtype=torch.int64)
-    live = torch.ones(3, dtype=torch.bool)
-    load_tokens_(tables, one, torch.tensor([3, 4, 8]), live, live, vocab_start=4)
-    load_tokens_(tables, one, torch.tensor([3, 7, 8]), ~live, live, vocab_start=4)
-    assert tables.prompt[1].tolist() == [True, False, False, False]
-    assert tables.counts[1].tolist() == [0, 0, 0, 1]
-    for token in (3, 5, 8):
-        count_tokens_(tables, one[:1], torch.tensor([token]), live[:1], vocab_start=4)
-    assert tables.counts[1].tolist() == [0, 1, 0, 1]
-
-
 def test_counts_stop_at_the_largest_int16() -> None:
     tables = _tables(2, 3)
     tables.counts[1, 2] = 32766
@@ -118,9 +99,10 @@ def test_counts_stop_at_the_largest_int16() -> None:
 
 def test_counts_within_windows_and_trees_stop_there_too() -> None:
     seen = SeenTokens(torch.tensor([[0, 32766, 32767]], dtype=torch.int16), torch.zeros(1, 3, dtype=torch.bool))
-    chain = seen_in_window(seen, torch.tensor([[1, 2, 1]]))
+    slots, tokens = torch.tensor([1]), torch.tensor([[0, 1, 2, 1]])
+    chain = seen_before(seen, RowView(slots, tokens, width=4))
     assert chain.counts.tolist() == [[0, 32766, 32767], [0, 32767, 32767], [0, 32767, 32767], [0, 32767, 32767]]
-    tree = seen_in_tree(seen, torch.tensor([[0, 1, 2, 1]]), generations(torch.tensor([[0, 0, 0, 1]]), 2))
+    tree = seen_before(seen, RowView(slots, tokens, lay_out(torch.tensor([[0, 0, 1]]), 2), width=3))
     assert tree.counts.tolist() == [[0, 32766, 32767], [0, 32767, 32767], [0, 32766, 32767], [0, 32767, 32767]]
 
 

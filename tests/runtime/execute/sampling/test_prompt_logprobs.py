@@ -45,8 +45,7 @@ def hidden_of(step: LaunchSpec) -> Tensor:
 
 def scored_2S(device: TwinDevice, step: LaunchSpec) -> Tensor:
     packed = pack(step, SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCABULARY), None, max_rows=8)
-    assert packed.scored_2S is not None
-    return torch.from_numpy(packed.scored_2S)
+    return torch.from_numpy(packed["scored_2S"])
 
 
 def test_a_long_prompt_is_scored_piece_by_piece_and_rows_come_apart_again(device: TwinDevice) -> None:

@@ -27,7 +27,7 @@ from runtime.execute.sampling.sampler import (
 from runtime.schedule.request import FinishReason, SamplingParams
 from tests.dispatch_mode import DispatchMode
 from tests.runtime.execute.sampling import sampling_reference as reference
-from tests.runtime.execute.sampling.sampling_cases import random_params, rows_for, seen_for
+from tests.runtime.execute.sampling.sampling_cases import processed, random_params, rows_for, seen_for
 
 EVERYTHING = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 
@@ -74,9 +74,10 @@ def test_draws_have_the_exact_distribution(params: SamplingParams, vary: str) ->
     prompt, output = [1, 2, 3, 3], [4, 4, 5, 1]
     features = SamplingVariant.covering([params])
     rows = rows_for([params], [17]).select(torch.zeros(draws, dtype=torch.int64))
-    rows = replace(rows, **{vary: torch.arange(draws)})
+    varied: dict[str, Any] = {vary: torch.arange(draws)}
+    rows = replace(rows, **varied)
     seen = seen_for(vocab, [prompt], [output]).select(torch.zeros(draws, dtype=torch.int64))
-    tokens = sample(torch.from_numpy(logits).expand(draws, vocab), rows, features, seen).token_B
+    tokens = sample(torch.from_numpy(logits).expand(draws, vocab), processed(rows, features, seen), features).token_B
     exact = reference.probabilities(reference.shape(logits.astype(np.float64), params, prompt, output), params)
     observed = np.bincount(tokens.numpy(), minlength=vocab)
     assert (observed[exact == 0] == 0).all()
@@ -120,7 +121,7 @@ def test_variants_agree_on_rows_that_do_not_use_the_difference() -> None:
     logits, params, positions = _mixture(9, 48, 555)
     rows = rows_for(params, positions)
     seen = seen_for(555, [[1, 2]] * 48, [[3, 3]] * 48)
-    everything = sample(logits, rows, EVERYTHING, seen).token_B
+    everything = sample(logits, processed(rows, EVERYTHING, seen), EVERYTHING).token_B
     for row, p in enumerate(params):
         own = SamplingVariant.covering([p])
         alone = torch.tensor([row])
@@ -136,7 +137,7 @@ def test_greedy_takes_the_lowest_id_of_ties_under_every_variant() -> None:
     rows = rows_for([SamplingParams(temperature=0.0)] * 3, [3] * 3)
     seen = seen_for(1000, [[]] * 3, [[]] * 3)
     for features in (SamplingVariant(), SamplingVariant(random=True), SamplingVariant(filters=True), EVERYTHING):
-        assert sample(logits, rows, features, seen).token_B.tolist() == [31, 0, 0]
+        assert sample(logits, processed(rows, features, seen), features).token_B.tolist() == [31, 0, 0]
 
 
 def test_logits_are_not_modified_and_bfloat16_is_taken() -> None:
@@ -147,7 +148,7 @@ def test_logits_are_not_modified_and_bfloat16_is_taken() -> None:
     assert torch.equal(sample(half, rows, features).token_B, sample(half.float(), rows, features).token_B)
     assert torch.equal(half, before)
     full = logits.clone()
-    sample(full, rows, EVERYTHING, seen_for(64, [[1]] * 8, [[2]] * 8))
+    sample(full, processed(rows, EVERYTHING, seen_for(64, [[1]] * 8, [[2]] * 8)), EVERYTHING)
     assert torch.equal(full, logits)
 
 
@@ -184,16 +185,15 @@ def test_shares_of_the_vocabulary_give_the_token_of_the_whole(tp: int, vocab: in
     features = SamplingVariant.covering(params)
     assert features.vocabulary_parallel
     assert features.filters == filtered
-    whole = sample(logits, rows, features, seen)
+    whole = sample(logits, processed(rows, features, seen), features)
 
     share = -(-vocab // tp)  # the last ranks hold padding, or nothing but padding
     padded = torch.nn.functional.pad(logits, (0, share * tp - vocab), value=1e9)
-    counts, prompt = (torch.nn.functional.pad(t, (0, share * tp - vocab)) for t in seen)
+    rows = processed(rows, features, seen)
     keys = []
     for rank in range(tp):
         part = slice(rank * share, (rank + 1) * share)
-        own = type(seen)(counts[:, part], prompt[:, part])
-        keys.append(local_share(padded[:, part], rank * share, rows, features, own, vocab_size=vocab))
+        keys.append(local_share(padded[:, part], rank * share, rows, features, vocab_size=vocab))
     for order in (range(tp), reversed(range(tp))):
         merged, _ = merge_shares(torch.cat([keys[rank] for rank in order], 1), rows, features)
         assert torch.equal(merged.token_B, whole.token_B)
@@ -270,12 +270,12 @@ def test_unusable_rows_are_isolated(features: SamplingVariant, bad: float) -> No
         params = [replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in params]
     rows = rows_for(params, positions, stop_ids=[[13]] * 6)
     seen = seen_for(50, [[1]] * 6, [[2]] * 6)
-    clean = sample(logits, rows, features, seen)
+    clean = sample(logits, processed(rows, features, seen), features)
     assert clean.ok_B.all()
     spoiled = logits.clone()
     for row, columns in ((1, [49]), (4, [0, 13])):
         spoiled[row, columns if bad > 0 or bad != bad else slice(None)] = bad
-    got = sample(spoiled, rows, features, seen)
+    got = sample(spoiled, processed(rows, features, seen), features)
     assert got.ok_B.tolist() == [True, False, True, True, False, True]
     assert got.token_B[[1, 4]].tolist() == [0, 0]
     healthy = torch.tensor([0, 2, 3, 5])
@@ -287,7 +287,7 @@ def test_some_minus_infinity_is_usable() -> None:
     logits[:, 6] = -3.0
     rows = rows_for([SamplingParams(seed=2), SamplingParams(temperature=0.0)], [0, 0])
     for features in (SamplingVariant(random=True), EVERYTHING):
-        draw = sample(logits, rows, features, seen_for(9, [[], []], [[], []]))
+        draw = sample(logits, processed(rows, features, seen_for(9, [[], []], [[], []])), features)
         assert draw.token_B.tolist() == [6, 6]
         assert draw.ok_B.all()
 
@@ -380,12 +380,13 @@ def test_sampling_reads_nothing_back() -> None:
     bounded = SamplingVariant(random=True, filters=True)
     with _NoReadBack():
         merge_shares(local_share(logits, 0, rows, bounded), rows, bounded)
-        draw, verdict = sample_and_check(logits, rows.select(slots), EVERYTHING, seen.select(slots))
+        selected = processed(rows.select(slots), EVERYTHING, seen.select(slots))
+        draw, verdict = sample_and_check(logits, selected, EVERYTHING)
         merge_and_check(local_share(logits, 0, rows, SamplingVariant(random=True)), rows=rows)
         token_logprobs(logits, draw.token_B, 3)
         count_tokens_(seen, slots, draw.token_B, verdict.count_B > 0)
         reset_slots_(seen, slots[:2])
-        load_tokens_(seen, slots, draw.token_B, live, live)
+        load_tokens_(seen, slots, draw.token_B, live)
 
 
 # ---- variants ----
@@ -410,8 +411,3 @@ def test_numbers_of_likely_tokens_share_few_variants() -> None:
     room = [SamplingVariant.covering([SamplingParams(logprobs=n)]).top_logprobs for n in range(21)]
     assert room == [0, 1, *[5] * 4, *[20] * 15]
     assert str(SamplingVariant.covering([SamplingParams(logprobs=2)])) == "random, logprobs, up to 5 likely tokens"
-
-
-def test_penalties_without_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match="token counts"):
-        sample(torch.zeros(1, 4), rows_for([SamplingParams(seed=1)], [0]), SamplingVariant(penalties=True))

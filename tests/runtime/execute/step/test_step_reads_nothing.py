@@ -23,10 +23,10 @@ from parallel.comm.collectives import SingleRank
 from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
-from runtime.execute.packing import Changes
 from runtime.execute.proposer import MakeProposer, Proposed, ProposerParts
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.logit_edits import HISTORY
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
@@ -108,7 +108,7 @@ class Parts:
         self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
-        self.ring = ResultRing(device, entries=5, rows=8, width=3, max_logprobs=20)
+        self.ring = ResultRing(device, entries=5, rows=8, width=3, reported=42)
         limits = StepLimits(8, 16, BLOCK, 8 * BLOCK - 1)
         sizes = ExecutorConfig(limits, decode_buckets=(), memory_fraction=0.9, num_blocks=64, agree_min=int)
         parts = StepParts(device, model, caches, self.pool, self.tables, self.ring, cast(Any, None), sizes)
@@ -184,23 +184,26 @@ def test_windows_beside_chunks(
 
 def test_what_a_plan_changes() -> None:
     tables = Parts(TINY).tables
-    changes: Changes[torch.Tensor] = Changes(
-        slots_N=integers(3),
-        records_NX=torch.zeros(3, tables.record_words, dtype=torch.int32, device=META),
-        cells_M=integers(4),
-        blocks_M=torch.zeros(4, dtype=torch.int32, device=META),
-        reset_K=integers(2),
-        known_slots_T=integers(6),
-        known_tokens_T=integers(6),
-        known_prompt_T=torch.zeros(6, dtype=torch.bool, device=META),
-        row_map_B=integers(8),
-        chunk_tokens_3T=integers(3, 10),
-        chunk_rows_4R=integers(4, 2),
-        scored_2S=integers(2, 4),
-        copied_blocks_2C=integers(2, 3),
-        restored_2H=integers(2, 2),
-        kept_2C=integers(2, 3),
-    )
+    changes = {
+        "slots_N": integers(3),
+        "records_NX": torch.zeros(3, tables.record_words, dtype=torch.int32, device=META),
+        "cells_M": integers(4),
+        "blocks_M": torch.zeros(4, dtype=torch.int32, device=META),
+        "row_map_B": integers(8),
+        "chunk_tokens_3T": integers(3, 10),
+        "chunk_rows_4R": integers(4, 2),
+        "scored_2S": integers(2, 4),
+        "copied_blocks_2C": integers(2, 3),
+        "restored_2H": integers(2, 2),
+        "kept_2C": integers(2, 3),
+        "reset_K": integers(2),
+        "seen_slots_T": integers(6),
+        "seen_T": integers(6),
+        "in_prompt_T": torch.zeros(6, dtype=torch.bool, device=META),
+        "edit_slots_E": integers(2),
+        "edit_sizes_E3": integers(2, 3).int(),
+        "recent_EH": integers(2, HISTORY).int(),
+    }
     pool = Parts(TINY | HYBRID).pool
     copier = BlockCopier(pool.paged)
     pool.warm_up_copies()
