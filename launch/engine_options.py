@@ -197,6 +197,14 @@ _ENGINE: dict[str, Option] = {
     "prefill_graphs": Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
     ),
+    "quantization": Option(
+        "fp8: quantise a bfloat16 checkpoint's matrices while they are loaded, with a scale for each row; embeddings, "
+        "head and routers stay; FP8 checkpoints need no option",
+        "word",
+        str,
+        shown="none",
+        choices=("fp8",),
+    ),
     "fp8_activations": Option(
         "whether activations are quantised where weights are FP8; auto: where that is faster, by the number of rows",
         "word",

@@ -56,12 +56,20 @@ class Quantization:
     """What a config says of each module, by the name that the checkpoint gives it (without ``.weight``).
 
     ``groups``: (whether a module belongs to it, its scheme), the first that matches counts. ``kept``: (whether it is
-    left as it is, the entry that says so).
+    left as it is, the entry that says so). ``at_load``: the checkpoint holds numbers, which become codes while they are
+    loaded (fp8_at_load.py).
     """
 
     method: str
     groups: tuple[tuple[Match, Fp8Scheme], ...]
     kept: tuple[tuple[Match, str], ...]
+    at_load: bool = False
+
+    @property
+    def text(self) -> str:
+        """For logs: whose config, and what shares a scale."""
+        said = dict.fromkeys("x".join(map(str, one.block)) if one.block else one.granularity for _, one in self.groups)
+        return f"FP8 ({self.method}; a scale for each {' or '.join(said)})"
 
     def scheme(self, module: str) -> Fp8Scheme | None:
         """None where the config leaves ``module`` as it is."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_tensors, open_file
 from models.config import ModelConfig
 from models.dummy import DummyTensor
+from models.fp8_at_load import load_as_codes
 from models.fp8_load import (
     CODES,
     Codes,
@@ -122,18 +123,32 @@ def fill(
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
     located = locate_tensors(Path(folder))
     located = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
-    stored, codes = split_off_codes(located, quantization)
+    at_load = quantization if quantization is not None and quantization.at_load else None
+    stored, codes = split_off_codes(located, None if at_load else quantization)
     shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
     shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
     stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
     tensors = check_tensors(stored, shapes, copies, codes)
+    if at_load is not None:
+        codes = codes_by_config(sketch.made, shards, at_load)
     model, plan = _allocate(make, device, planned(sketch.made, shards, codes))
     shards = model.checkpoint_shards(tensors)
-    _stream(tensors, shards, model, progress)
+    _stream(tensors, shards, model, progress, codes if at_load else {})
     held = {name: code for name, code in codes.items() if name in shards}
     place_all_scales(plan.made, shards, held)
     refuse_nan_codes(shards, {name: tensors[name] for name in held})
     return model
+
+
+def without_memory(make: Callable[[WeightPlan], Parts], quantization: Quantization | None) -> Parts:
+    """What ``make`` builds, on the meta device, with the formats of matrices that a config asks for."""
+    sketch = WeightPlan()
+    with torch.device("meta"):
+        skeleton = make(sketch)
+    if quantization is None:
+        return skeleton
+    shards = skeleton.checkpoint_shards()
+    return _allocate(make, "meta", planned(sketch.made, shards, codes_by_config(sketch.made, shards, quantization)))[0]
 
 
 def _allocate(
@@ -167,13 +182,18 @@ def _stream(
     shards: Mapping[str, Shard | ScatteredShard],
     model: CheckpointParts,
     progress: Progress | None,
+    at_load: Mapping[str, Codes],
 ) -> None:
-    """File after file, in the order of their bytes; of each tensor only this rank's piece is read, one at a time."""
+    """File after file, in the order of their bytes; of each tensor only this rank's piece is read, one at a time.
+    ``at_load``: of numbers that become codes the whole rows."""
     copies, done, converted = model.checkpoint_copies(), 0, 0
     for file in sorted(set(tensors.values())):
         for name, piece in _pieces(file, [name for name in shards if tensors[name] == file]):
-            converted += FLOAT_DTYPES.get(piece.get_dtype(), model.dtype) != model.dtype
-            _load(file, name, piece, shards[name])
+            if name not in at_load:
+                converted += FLOAT_DTYPES.get(piece.get_dtype(), model.dtype) != model.dtype
+                _load(file, name, piece, shards[name])
+            elif not load_as_codes(piece, shards[name], at_load[name]):
+                raise WeightsError(f"{file}: tensor {quoted(name)} holds numbers that are not finite")
             done += 1
             if progress:
                 progress(done, len(shards))
@@ -204,7 +224,8 @@ def _pieces(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _load(file: Path, name: str, stored: Any, shard: Shard | ScatteredShard) -> None:
-    if (stored.get_dtype() == CODES) != (shard.pieces[0].target.dtype == torch.float8_e4m3fn):
+    held = any(piece.target.numel() for piece in shard.pieces)
+    if held and (stored.get_dtype() == CODES) != (shard.pieces[0].target.dtype == torch.float8_e4m3fn):
         raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, which its matrix does not hold")
     shard.load(stored)
     # Of the dtypes that may be asked for, only half precision cannot hold the range of the others.

@@ -17,9 +17,10 @@ import torch
 
 from models.config import DTYPES, ModelConfig
 from models.expert_load import clear_load, start_counting
+from models.fp8_at_load import quantised_at_load
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.layers.decoder import Decoder
-from models.ops.select import select_kernels
+from models.ops.select import fp8_path, select_kernels
 from models.row_buckets import token_ladder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
@@ -96,7 +97,7 @@ def build_engine(
     ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
     what to change.
     """
-    model_config = ModelConfig.from_folder(Path(config.model))
+    model_config = quantised_at_load(ModelConfig.from_folder(Path(config.model)), config.quantization)
     served = served_model(config, model_config)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     split = expert_split(config, model_config, agree_min, exchange)
@@ -174,7 +175,10 @@ def _load(
     )
     if config.expert_load is not None:
         start_counting(model)
-    log.info("weights: %s, %s, in %.1f s", model_config.architecture, dtype, time.perf_counter() - began)
+    stored = ""
+    if model_config.quantization is not None:
+        stored = f", {model_config.quantization.text}, activations {fp8_path(kernels)} (--fp8-activations)"
+    log.info("weights: %s, %s%s, in %.1f s", model_config.architecture, dtype, stored, time.perf_counter() - began)
     return model
 
 

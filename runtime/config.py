@@ -109,6 +109,8 @@ class EngineConfig:
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
+    quantization: "fp8" quantises a checkpoint of numbers while it is loaded: every matrix but embeddings, head and
+    routers, of drafters, too (vLLM's option). Checkpoints that are quantised need no option.
     fp8_activations: whether activations are quantised where weights are FP8: auto quantises them where that is faster
     (on CPUs nowhere), which follows the number of rows; with speculation in every step of decoding.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
@@ -158,6 +160,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
+    quantization: Literal["fp8"] | None = None
     fp8_activations: Fp8Activations = "auto"
     prefix_caching: bool = True
     num_snapshots: int | None = None
@@ -182,6 +185,8 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(DType))
         _check_choice("session_policy", self.session_policy, get_args(SessionPolicy))
         _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, ("fp8",))
         _check_choice("fp8_activations", self.fp8_activations, get_args(Fp8Activations))
         _check_no_text("warm", self.warm, WARM_KINDS)
         for kind in self.warm:

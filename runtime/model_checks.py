@@ -101,7 +101,7 @@ def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:
     """Raises ConfigError where weights are FP8 codes, which the GPU (``traits``; None: a CPU) cannot convert."""
     if model.quantization is not None and traits is not None and traits.capability < (8, 9):
         raise ConfigError(
-            f"weights are stored as FP8 ('quantization_config', {model.quantization.method}), which needs a GPU of "
+            f"weights are FP8 ({model.quantization.method}), which needs a GPU of "
             f"compute capability 8.9 (Ada, Hopper) or later, not {'.'.join(map(str, traits.capability))}: use the "
             f"bfloat16 checkpoint"
         )

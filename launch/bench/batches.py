@@ -52,7 +52,7 @@ class BatchBench:
         self.files = session.files(kind)
         self.bar: tqdm[Any] = session.progress(runs * (options.num_warmups + options.num_iters))
         self._options, self._kind = options, kind
-        self._shape = Shape.from_folder(session.folder, session.kv_dtype)
+        self._shape = Shape.from_folder(session.folder, session.kv_dtype, session.config.quantization)
         self._startup_s: float | None = None
 
     def journal(

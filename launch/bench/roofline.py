@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from models.block_pattern import HEAD_DIM, block_kinds, has_blocks, read_mamba2
 from models.config import ModelConfig, default_head_dim
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
+from models.fp8_at_load import AT_LOAD
 from models.kv_group import KvGroup, keys_and_values
 from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
+from models.quantization import Quantization, read_quantization
+from parallel.layers.weight import fp8
 from runtime.speculative_config import SpeculativeConfig
 
 
@@ -38,8 +41,10 @@ from runtime.speculative_config import SpeculativeConfig
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
     layers; ``kv``: what a token leaves in the layers that attend, over all ranks.
-    ``query_values``: of one token, over all layers that attend. ``state_bytes``: what a row's recurrent state takes
-    (float32), ``window_values``: values of its convolutions that a step reads or writes; both over all layers."""
+    ``query_values``: of one token, over all layers that attend. ``coded_bytes``: of a weight that is stored as an FP8
+    code, its scale included; 0 without. ``kept``: of ``dense``, those that are not: head and routers. ``state_bytes``:
+    what a row's recurrent state takes (float32), ``window_values``: values of its convolutions that a step reads or
+    writes; both over all layers."""
 
     dense: int
     expert: int
@@ -49,18 +54,34 @@ class Shape:
     state_bytes: int = 0
     window_values: int = 0
     query_values: int = 0
+    kept: int = 0
+    coded_bytes: float = 0.0
 
     @classmethod
-    def from_folder(cls, folder: Path, kv_dtype: torch.dtype = torch.bfloat16) -> Shape:
-        """Of a model folder's config.json."""
-        return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), kv_dtype)
+    def from_folder(
+        cls, folder: Path, kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None
+    ) -> Shape:
+        """Of a model folder's config.json; ``quantization``: as EngineConfig has it."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return cls.from_config(config, kv_dtype, quantization)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], kv_dtype: torch.dtype = torch.bfloat16) -> Shape:
+    def from_config(
+        cls, config: Mapping[str, Any], kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None
+    ) -> Shape:
         """Keys as transformers writes them; those of Qwen3-MoE where there are experts, of Qwen3-Next and Qwen3.5 where
         there are gated delta nets; or those of Nemotron-H."""
-        if has_blocks(config):
-            return _of_blocks(config, kv_dtype)
+        shape = _of_blocks(config, kv_dtype) if has_blocks(config) else cls._of_layers(config, kv_dtype)
+        stored = read_quantization(config) or (AT_LOAD if quantization == "fp8" else None)
+        return shape if stored is None else replace(shape, coded_bytes=_coded_bytes(stored, config))
+
+    def weight_bytes(self, value_bytes: int) -> tuple[float, float]:
+        """Bytes of ``dense`` and of ``expert``, the others with ``value_bytes`` each."""
+        coded = self.coded_bytes or value_bytes
+        return self.kept * value_bytes + (self.dense - self.kept) * coded, self.expert * coded
+
+    @classmethod
+    def _of_layers(cls, config: Mapping[str, Any], kv_dtype: torch.dtype) -> Shape:
         delta = None
         if has_gated_delta(config):
             config = usual_keys(config)
@@ -83,6 +104,7 @@ class Shape:
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
             kv=_entries(kv_heads, head_dim, kv_dtype, attending),
             query_values=attending * heads * head_dim,
+            kept=(config["vocab_size"] + layers * experts) * hidden,
             state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
             window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
         )
@@ -108,9 +130,16 @@ def _of_blocks(config: Mapping[str, Any], kv_dtype: torch.dtype) -> Shape:
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
         kv=_entries(kv_heads, head_dim, kv_dtype, attention_layers),
         query_values=attention_layers * config["num_attention_heads"] * head_dim,
+        kept=(config["vocab_size"] + sparse * experts) * hidden,
         state_bytes=4 * mamba_layers * mamba.inner * mamba.state_size,
         window_values=mamba_layers * mamba.taps * mamba.conv_channels,
     )
+
+
+def _coded_bytes(stored: Quantization, config: Mapping[str, Any]) -> float:
+    """Bytes of a quantised weight and its part of a scale, by the scheme of most."""
+    rows, columns = stored.groups[-1][1].block or (1, config.get("text_config", config)["hidden_size"])
+    return fp8(rows, columns).nbytes(rows, columns) / (rows * columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +305,10 @@ class Ceilings:
     def rows(self, batch: int) -> int:
         return -(-batch // self.groups)
 
-    def products(self, values: float, flop: float) -> Floor:
-        """GEMMs with so many weights."""
-        read = self.value_bytes * values
-        return Floor(read, 0.0, self._seconds(read, flop), flop=flop)
+    def products(self, values: float, flop: float, coded_bytes: float = 0.0) -> Floor:
+        """GEMMs with so many weights. ``coded_bytes``: of each, where they are FP8: tensor cores take twice as many."""
+        read = (coded_bytes or self.value_bytes) * values
+        return Floor(read, 0.0, self._seconds(read, flop / (2 if coded_bytes else 1)), flop=flop)
 
     def attention(self, kv: KvGroup, attended: float, flop: float) -> Floor:
         """Over the entries of ``attended`` tokens; heads that are fewer than a group's ranks lie on several."""
@@ -318,11 +347,14 @@ def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, t
     """Of a step of one token a row, or of the verification of ``tokens`` a row, with the state update of those that are
     accepted."""
     rows, share = device.rows(batch), device.share
-    floor = device.products(shape.dense / share, 2 * shape.dense * rows * tokens / share)
+    kept = shape.kept if shape.coded_bytes else shape.dense
+    floor = device.products(kept / share, 2 * kept * rows * tokens / share)
+    if coded := shape.dense - kept:
+        floor += device.products(coded / share, 2 * coded * rows * tokens / share, shape.coded_bytes)
     if shape.experts:
         active = _experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
         flop = 2 * shape.expert * shape.experts_per_token * batch * tokens / device.ranks
-        floor += device.products(shape.expert * active, flop)
+        floor += device.products(shape.expert * active, flop, shape.coded_bytes)
     attended = rows * length
     floor += device.attention(shape.kv, attended, 4 * attended * tokens * shape.query_values / share)
     passes = 1 if tokens == 1 else 2  # over the recurrence; the last of them writes

@@ -18,7 +18,7 @@ import torch
 
 from launch.doctor.findings import Section
 from launch.ranks.flashinfer_switches import flashinfer_switches
-from models.ops.select import select_kernels
+from models.ops.select import fp8_path, select_kernels
 from runtime.config import EngineConfig
 from runtime.number_text import is_whole_number
 
@@ -115,6 +115,7 @@ def kernels(device: torch.device) -> Section:
         )
         for text in warned:
             section.note(text)
+        section.facts["fp8_weights"] = f"activations {fp8_path(selected)} (--fp8-activations)"
     section.facts["chosen"] = chosen
     if device.type == "cpu":
         section.note("on CPUs everything runs in plain torch: for tests and small models")

@@ -95,7 +95,8 @@ def _work_seconds(point: Point) -> float | None:
         return None
     _, runs = runs_of(point)
     batches = batches_of(point)
-    weights = (shape.dense / point.tp + shape.expert * shape.experts / point.ranks) * machine.value_bytes
+    dense, expert = shape.weight_bytes(machine.value_bytes)
+    weights = dense / point.tp + expert * shape.experts / point.ranks
     total = machine.startup_s + weights / machine.load_bytes_per_s
     for batch in batches:
         total += runs / len(batches) * _run_seconds(point, shape, machine, batch)

@@ -25,10 +25,12 @@ from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.ops.select import reference_ops
 from models.registry import model_class
+from models.weights import without_memory
 from parallel.comm.collectives import Collectives
 from parallel.comm.ep_exchange import TokenExchange
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.shard import Shard
+from parallel.layers.weight import Weight
 from parallel.topology import ParallelDegrees
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) in each dim of a checkpoint tensor
@@ -87,12 +89,14 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, degrees: ParallelDegrees,
     rank, group = place
     groups = max(1, degrees.expert // degrees.tensor)
     split = ExpertSplit(degrees.expert > 1, exchange=_PlannedExchange(group, groups) if groups > 1 else None)
-    context = ModelContext(_PlannedCollectives(rank, degrees.tensor), reference_ops(), dtype, split)
-    with torch.device("meta"):
-        model = model_class(config.architecture)(config, context)
+    collectives, build = _PlannedCollectives(rank, degrees.tensor), model_class(config.architecture)
+    model = without_memory(
+        lambda plan: build(config, ModelContext(collectives, reference_ops(), dtype, split, plan=plan)),
+        config.quantization,
+    )
     shards = model.checkpoint_shards()
     return Part(
-        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *_scales(model))),
         table_bytes=model.cos_sin_LR.nbytes,
         cache_layout=model.cache_layout,
         pieces={
@@ -102,6 +106,13 @@ def plan_part(config: ModelConfig, dtype: torch.dtype, degrees: ParallelDegrees,
         full_shapes={name: shard.full_shape for name, shard in shards.items()},
         errors=tuple(_unfilled(model, [piece for shard in shards.values() for piece in shard.pieces])),
     )
+
+
+def _scales(model: Decoder) -> Iterable[Tensor]:
+    """Of FP8 matrices, which are no parameters."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight)]
+    parts = [part.scale for weight in held for part in weight.parts or (weight,)]
+    return {id(scale): scale for scale in parts if scale is not None}.values()
 
 
 def check_coverage(degrees: ParallelDegrees, parts: dict[tuple[int, int], Part]) -> Coverage:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -39,9 +40,11 @@ def main() -> None:
 def run_once(matmul: TunedProducts, shape: LinearShape, choice: Choice) -> str | None:
     """None, or why ``choice`` does not run. What leaves the GPU unusable ends the process."""
     x = torch.zeros(shape.rows, shape.inner, dtype=shape.dtype, device=matmul.device)
-    weight = torch.zeros(min(shape.outputs, _MOST_OUTPUTS), shape.inner, dtype=shape.dtype, device=matmul.device)
+    outputs = min(shape.outputs, _MOST_OUTPUTS)
+    weight = torch.zeros(outputs, shape.inner, dtype=shape.format.dtype, device=matmul.device)
+    scale = None if shape.block is None else torch.ones(shape.format.grid(outputs, shape.inner), device=matmul.device)
     try:
-        matmul.runner(shape)(x, Weight.of(weight), choice)
+        matmul.runner(replace(shape, outputs=outputs))(x, Weight(weight, shape.format, None, scale), choice)
         torch.cuda.synchronize(matmul.device)
     except Exception as error:  # the compiler's and the launcher's have no common class
         torch.cuda.synchronize(matmul.device)

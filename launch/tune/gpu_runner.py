@@ -23,7 +23,17 @@ from launch.tune.shapes import PAGE, RankShare, caches_of, layers_enough, record
 from launch.tune.tuner import DeviceLost
 from models.kernels.attention.decode_variant import DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.matmul.autotune import ColdProduct, captured, median_graph_us, replay_for
-from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.choice_table import (
+    Blas,
+    Choice,
+    CublasLt,
+    Decoded,
+    Gemv,
+    LinearShape,
+    Scaled,
+    Skinny,
+    Wide,
+)
 from models.ops.nvidia import NvidiaOps
 from models.weights import load_model
 
@@ -32,6 +42,7 @@ _COLD_WEIGHTS = 800 << 20  # bytes of all layers, several times the L2
 _COLD_KV = 400 << 20
 _MOST_OFF = 0.2  # of the norm: several layers of bfloat16, where near ties of experts may fall otherwise
 _MOST_OFF_ALONE = 0.02
+_MOST_OFF_QUANTISED = 0.06  # of activations with three bits after the first; SiLU-mul multiplies two of them
 
 
 class WrongResult(RuntimeError):
@@ -58,7 +69,7 @@ class GpuRunner:
         algorithms = [choice for choice in found if isinstance(choice, CublasLt)]
         if not task.whole:  # cuBLASLt has algorithms for these rows; of our kernels, those that were fast beside them
             own = [one for one in beside if isinstance(one, Gemv | Skinny | Wide) and matmul.can_run(task.what, one)]
-            found = [*own, Blas(), *algorithms]
+            found = [*own, *(one for one in found if isinstance(one, Blas | CublasLt | Scaled | Decoded))]
         late = set(islice(algorithms, task.effort.algorithms, None))
         return [choice for choice in found if choice not in late]
 
@@ -186,12 +197,14 @@ class Alone:
         self._device, self._matmul, self._gate_up = kernels.device, kernels.matmul, shape.gate_up
         self._product = ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
         self._x = self._product.x.clone()
-        self._expected = self._plain(Blas())
-        self._product.warm_up(Blas())  # else the first candidates find another clock than the last
+        plain = Blas() if shape.block is None else Decoded()
+        self._most_off = _MOST_OFF_ALONE if shape.block is None else _MOST_OFF_QUANTISED
+        self._expected = self._plain(plain)
+        self._product.warm_up(plain)  # else the first candidates find another clock than the last
 
     def brief_us(self, choice: AnyChoice, replays: int) -> float:
         with _alive(self._device):
-            _check(self._plain(_of_a_product(choice)), self._expected, _MOST_OFF_ALONE)
+            _check(self._plain(_of_a_product(choice)), self._expected, self._most_off)
             self._product.one(_of_a_product(choice))
             return self._product.brief_us(_of_a_product(choice), replays)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from models.ops.contract import Ops
 from parallel.comm.all_reduce_dispatch import SizeLimits, shots_for
 from parallel.comm.collectives import Collectives, PendingAllReduce
+from parallel.comm.quantised import Quantised
 
 
 class LoneRank(Collectives):
@@ -32,12 +33,19 @@ class LoneRank(Collectives):
         return PendingAllReduce(x_TN, self)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A norm without a sum, which is most of what that kernel computes."""
         if residual_TN is None:
-            return self._kernels.rms_norm(x_TN, norm_N, eps), x_TN
-        return self._kernels.add_rms_norm(x_TN, residual_TN, norm_N, eps)
+            return self._kernels.rms_norm(x_TN, norm_N, eps, into), x_TN
+        return self._kernels.add_rms_norm(x_TN, residual_TN, norm_N, eps, into)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.size, dim=-1)

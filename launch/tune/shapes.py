@@ -31,9 +31,10 @@ from models.ops.contract import Ops
 from models.ops.table import Row, TableOps, plain
 from models.registry import model_class
 from models.row_buckets import decode_ladder, every_bucket
+from models.weights import without_memory
 from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
 from parallel.layers.experts import ExpertSplit
-from parallel.layers.weight import Weight
+from parallel.layers.weight import Weight, WeightPlan
 
 PAGE = 64
 _ALONE = (
@@ -71,15 +72,16 @@ class RankShare:
         config = dataclasses.replace(config, layers=layers, experts=experts, blocks=config.blocks[:layers])
         return dataclasses.replace(self, config=config)
 
-    def context(self, kernels: Ops) -> ModelContext:
+    def context(self, kernels: Ops, plan: WeightPlan | None = None) -> ModelContext:
         """What its layers are built with."""
         split = ExpertSplit(whole=self.whole_experts)
-        return ModelContext(LoneRank(self.ranks, kernels, self.limits), kernels, self.dtype, split)
+        collectives = LoneRank(self.ranks, kernels, self.limits)
+        return ModelContext(collectives, kernels, self.dtype, split, plan=plan or WeightPlan())
 
     def skeleton(self, kernels: Ops) -> Decoder:
         """The model without memory. Raises ValueError for an architecture that is not implemented."""
-        with torch.device("meta"):
-            return model_class(self.config.architecture)(self.config, self.context(kernels))
+        build, config = model_class(self.config.architecture), self.config
+        return without_memory(lambda plan: build(config, self.context(kernels, plan)), config.quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,10 @@ def step_inputs(model: Decoder, rows: int, tokens: int, most: int, device: torch
 def recording_ops(seen: Counter[LinearShape]) -> TableOps:
     """Ops that count every product they are asked for in ``seen``, and compute nothing; for the meta device."""
 
-    def note(x_TN: Tensor, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> Tensor:
-        seen[LinearShape.of(x_TN, weight, normed=normed, gate_up=gate_up)] += 1
+    def note(x_TN: Tensor, weight: Weight, *_: None, normed: bool = False, gate_up: bool = False) -> Tensor:
+        for part in weight.parts or (weight,):  # several follow a norm, and SiLU-mul follows them, in other launches
+            alone = part is weight
+            seen[LinearShape.of(x_TN, part, normed=normed and alone, gate_up=gate_up and alone)] += 1
         return x_TN.new_empty(x_TN.shape[0], weight.outputs // (2 if gate_up else 1))
 
     def rows() -> Iterator[Row]:
@@ -194,7 +198,7 @@ def recording_ops(seen: Counter[LinearShape]) -> TableOps:
         yield plain("gate_up", partial(note, gate_up=True))
         for op, gate_up in (("add_norm_linear", False), ("add_norm_gate_up", True)):
             noted = partial(note, normed=True, gate_up=gate_up)
-            yield plain(op, lambda x, residual, norm, eps, weight, noted=noted: (noted(x, weight), x))
+            yield plain(op, lambda x, residual, norm, eps, weight, *_, noted=noted: (noted(x, weight), x))
         yield plain(
             "rope_cache_attend", lambda qkv, heads, kv_layer, *_: qkv.new_empty(len(qkv), heads, kv_layer.shape[4])
         )

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.drafters.draft_config import BlockView
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.layers.attention import Attention
+from parallel.comm.quantised import Quantised
 
 _ONLY_ROWS = "a drafter guesses for rows of DecodeAttention"
 
@@ -42,10 +44,20 @@ class DraftAttention(Attention):
         rotation = self._rotation(inputs.positions_T, inputs.kv_slots_T)
         return self._attend_rows(qkv_TX, rotation, inputs.attention, kv_layer)
 
-    def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
+    def _room_for_codes(self, tokens: int, dtype: torch.dtype) -> Quantised | None:
+        return super()._room_for_codes(tokens, dtype) if self.view.window is None else None
+
+    def _attend_rows(
+        self,
+        qkv_TX: Tensor,
+        rotation: Rotation,
+        attention: DecodeAttention,
+        kv_layer: Tensor,
+        into: Quantised | None = None,
+    ) -> Tensor:
         attention = replace(attention, causal=self.view.causal)
         if self.view.window is None:
-            return super()._attend_rows(qkv_TX, rotation, attention, kv_layer)
+            return super()._attend_rows(qkv_TX, rotation, attention, kv_layer, into)
         q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
         return self.kernels.window_attention(q_THD, kv_layer, attention, self.scale, self.view.window)
 

@@ -26,6 +26,7 @@ from models.drafters.mtp_layouts import LATENT_ATTENTION, BlocksDraft, NextNDraf
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
+from models.quantization import Quantization
 from models.weights import fill
 from parallel.layers.embedding import LMHead
 from parallel.layers.weight import WeightPlan
@@ -78,7 +79,7 @@ def load_eagle3(
         lambda plan: Eagle3Draft(lengths, _context(target, plan), own_embedding=own),
         folder,
         load_format=load_format,
-        quantization=lengths.model.quantization,
+        quantization=_quantization(target, lengths.model),
         device=target.final_norm.weight.device,
         seed=seed,
         but=but,
@@ -256,12 +257,18 @@ def _filled(
         lambda plan: make(_context(target, plan)),
         folder,
         load_format=load_format,
-        quantization=config.model.quantization,
+        quantization=_quantization(target, config.model),
         device=target.final_norm.weight.device,
         seed=seed,
         prefix=prefix,
         but=(*but, *MAPS, HEAD) if _maps_ids(folder, load_format) else but,
     )
+
+
+def _quantization(target: Decoder, drafter: ModelConfig) -> Quantization | None:
+    """The drafter's own; without one it is quantised at load where its target is."""
+    own, target_has = drafter.quantization, target.config.quantization
+    return target_has if own is None and target_has is not None and target_has.at_load else own
 
 
 def _maps_ids(folder: str | Path | None, load_format: str) -> bool:

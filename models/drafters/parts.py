@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.layers.context import ModelContext
 from parallel.comm.collectives import PendingAllReduce
+from parallel.comm.quantised import Activations, numbers_of
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import Shard, ShardedModule, whole
 
@@ -37,5 +38,5 @@ class SplitProjection(RowParallel):
     def __init__(self, inputs: int, outputs: int, context: ModelContext, what: str) -> None:
         super().__init__(inputs, outputs, context, what=what)
 
-    def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
-        return super().forward(x_TI.narrow(1, self.placement.rank * self.local_inputs, self.local_inputs))
+    def forward(self, x_TI: Activations) -> Tensor | PendingAllReduce:
+        return super().forward(numbers_of(x_TI).narrow(1, self.placement.rank * self.local_inputs, self.local_inputs))

@@ -18,6 +18,7 @@ from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
+from parallel.comm.quantised import Quantised
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
 from parallel.layers.weight import Weight
 
@@ -77,25 +78,38 @@ class Attention(Mixer[Tensor]):
             return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
         gate_TX = None
         if isinstance(self.qkv, GatedQKVParallel):
-            hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
-            gate_TX = self.kernels.linear(hidden_TN, self.qkv.gate)
-            qkv_TX = self.qkv(hidden_TN)
+            qkv_TX, gate_TX, residual_TN = self._gated(self.qkv, x_TN, residual_TN)
         else:
             qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
         rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
+        into = None
+        if wanted_R is None and (gate_TX is not None or isinstance(attention, DecodeAttention)):
+            into = self._room_for_codes(len(qkv_TX), qkv_TX.dtype)
         if isinstance(attention, DecodeAttention):
-            out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer)
+            out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer, None if gate_TX is not None else into)
         else:
             q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
             del qkv_TX  # the widest tensor of a large step is not needed beside the result
             out_THD = self._attend_chunks(q_THD, attention, kv_layer)
             del q_THD
-        out_TX = out_THD.flatten(1)
         if gate_TX is not None:
-            out_TX = self.kernels.sigmoid_mul(out_TX, gate_TX)
+            out_THD = self.kernels.sigmoid_mul(out_THD.flatten(1), gate_TX, into=into)
+        if into is not None:
+            return self.output(into), residual_TN
+        out_TX = out_THD.flatten(1)
         if wanted_R is not None:
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.output(out_TX), residual_TN
+
+    def _gated(
+        self, qkv: GatedQKVParallel, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(packed q | k | v, gates, residual')"""
+        part_TN = x_TN.part_TN if isinstance(x_TN, PendingAllReduce) else x_TN
+        into = self.kernels.quantised_for(qkv.weight, len(part_TN), part_TN.dtype, numbers=True)
+        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN, into)
+        gate_TX = self.kernels.linear(into or hidden_TN, qkv.gate)
+        return qkv(into or hidden_TN), gate_TX, residual_TN
 
     def _forward_wanted(
         self,
@@ -135,9 +149,20 @@ class Attention(Mixer[Tensor]):
         queries = self.heads * self.head_dim
         return self.qkv.weight.rows(queries, self.qkv.weight.outputs - queries)
 
-    def _attend_rows(self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor) -> Tensor:
-        """Rotates, writes the cache, attends; [T, H, D]."""
-        return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale)
+    def _room_for_codes(self, tokens: int, dtype: torch.dtype) -> Quantised | None:
+        """Of what the last product reads."""
+        return self.kernels.quantised_for(self.output.own, tokens, dtype)
+
+    def _attend_rows(
+        self,
+        qkv_TX: Tensor,
+        rotation: Rotation,
+        attention: DecodeAttention,
+        kv_layer: Tensor,
+        into: Quantised | None = None,
+    ) -> Tensor:
+        """Rotates, writes the cache, attends; [T, H, D], or what ``into`` holds then."""
+        return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale, into)
 
     def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
         """[T, H, D], of rotated queries over keys and values that are in the cache."""

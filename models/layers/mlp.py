@@ -34,11 +34,13 @@ class GatedMLP(nn.Module):
             part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.own)
             return down.all_reduce_of(part_TN), residual_TN
         if gate_up.weight.bias is None:
-            hidden_TI, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight)
+            hidden, residual_TN = self.norm.add_gate_up(x_TN, residual_TN, gate_up.weight, down.own)
         else:
             gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight)
-            hidden_TI = self.kernels.silu_mul(gate_up_T2I)
-        return down(hidden_TI), residual_TN
+            into = self.kernels.quantised_for(down.own, len(gate_up_T2I), gate_up_T2I.dtype)
+            hidden_TI = self.kernels.silu_mul(gate_up_T2I, into=into)
+            hidden = into or hidden_TI
+        return down(hidden), residual_TN
 
 
 class Relu2MLP(nn.Module):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from models.layers.context import ModelContext
 from parallel.comm.collectives import PendingAllReduce
+from parallel.comm.quantised import Activations, Quantised
 from parallel.layers.shard import Shard, ShardedModule, whole
 from parallel.layers.weight import Weight
 
@@ -34,33 +36,47 @@ class RMSNorm(ShardedModule):
         self.weight = context.parameter(size, wide=zero_centred)
         self._kernels = context.kernels
 
-    def add(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(residual'), residual')"""
+    def add(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, into: Quantised | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(residual'), residual'); ``into`` gets the former as codes, too."""
         if isinstance(x_TN, PendingAllReduce):
-            return x_TN.normed(residual_TN, self.weight, self.eps)
+            return x_TN.normed(residual_TN, self.weight, self.eps, into)
         if residual_TN is None:
-            return self._kernels.rms_norm(x_TN, self.weight, self.eps), x_TN
-        return self._kernels.add_rms_norm(x_TN, residual_TN, self.weight, self.eps)
+            return self._kernels.rms_norm(x_TN, self.weight, self.eps, into), x_TN
+        return self._kernels.add_rms_norm(x_TN, residual_TN, self.weight, self.eps, into)
 
     def add_linear(
         self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, weight: Weight
     ) -> tuple[Tensor, Tensor]:
         """(linear(norm(residual'), weight) [T, O], residual')"""
         if isinstance(x_TN, PendingAllReduce):
-            hidden_TN, residual_TN = self.add(x_TN, residual_TN)
-            return self._kernels.linear(hidden_TN, weight), residual_TN
+            into = self._kernels.quantised_for(weight, *_tokens(x_TN))
+            hidden_TN, residual_TN = self.add(x_TN, residual_TN, into)
+            return self._kernels.linear(into or hidden_TN, weight), residual_TN
         return self._kernels.add_norm_linear(x_TN, residual_TN, self.weight, self.eps, weight)
 
     def add_gate_up(
-        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up: Weight
-    ) -> tuple[Tensor, Tensor]:
-        """(silu_mul(linear(norm(residual'), gate_up)) [T, I], residual')"""
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up: Weight, down: Weight
+    ) -> tuple[Activations, Tensor]:
+        """(silu_mul(linear(norm(residual'), gate_up)) [T, I], as ``down`` reads it, residual')"""
+        into = self._kernels.quantised_for(down, *_tokens(x_TN))
         if isinstance(x_TN, PendingAllReduce):
-            hidden_TN, residual_TN = self.add(x_TN, residual_TN)
-            return self._kernels.gate_up(hidden_TN, gate_up), residual_TN
-        return self._kernels.add_norm_gate_up(x_TN, residual_TN, self.weight, self.eps, gate_up)
+            codes = self._kernels.quantised_for(gate_up, *_tokens(x_TN), gate_up=True)
+            hidden_TN, residual_TN = self.add(x_TN, residual_TN, codes)
+            hidden_TI = self._kernels.gate_up(codes or hidden_TN, gate_up, into)
+        else:
+            hidden_TI, residual_TN = self._kernels.add_norm_gate_up(
+                x_TN, residual_TN, self.weight, self.eps, gate_up, into
+            )
+        return into or hidden_TI, residual_TN
 
     def shards(self) -> dict[str, Shard]:
         if self.zero_centred:
             return {"weight": replace(whole(self.weight), offset=1.0)}
         return {"weight": whole(self.weight, centre=1.0)}
+
+
+def _tokens(x_TN: Tensor | PendingAllReduce) -> tuple[int, torch.dtype]:
+    part_TN = x_TN.part_TN if isinstance(x_TN, PendingAllReduce) else x_TN
+    return part_TN.shape[0], part_TN.dtype

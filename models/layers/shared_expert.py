@@ -37,8 +37,9 @@ class SharedExpert(nn.Module):
 
     def add_to(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
         """``part`` + this rank's part of the result for a normed input; ``part`` may be overwritten."""
-        inner_TI = self.kernels.gate_up(hidden_TN, self.gate_up.weight)
-        own_TN = self.kernels.linear(inner_TI, self.down.weight)
+        into = self.kernels.quantised_for(self.down.weight, len(hidden_TN), hidden_TN.dtype)
+        inner_TI = self.kernels.gate_up(hidden_TN, self.gate_up.weight, into)
+        own_TN = self.kernels.linear(into or inner_TI, self.down.weight)
         if self.gate is None:
             return part_TN + own_TN
         return self.kernels.gated_add(part_TN, own_TN, hidden_TN, self.gate.weight[0])

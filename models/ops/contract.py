@@ -21,6 +21,7 @@ from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kv_group import Planes
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Activations, Quantised
 from parallel.layers.weight import Weight
 
 
@@ -88,17 +89,31 @@ class Ops:
         place."""
         return {}
 
+    def quantised_for(
+        self, weight: Weight, tokens: int, dtype: torch.dtype, *, gate_up: bool = False, numbers: bool = False
+    ) -> Quantised | None:
+        """Memory for so many activations as FP8 codes, where ``linear`` (or ``gate_up``) with ``weight`` reads codes;
+        None where it reads numbers.
+
+        For what makes the activations: ops with an ``into`` fill it, in their own launch where they can, and what they
+        return is not to be read. But norms return numbers, which ``into`` keeps where ``numbers`` are asked for:
+        something else reads them, too.
+        """
+        return None
+
     def vocab_rows(self, weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
         """Of a rank that holds the rows of ids [first, first + held): those of ``ids_T`` (int64), zeros for ids of
         other ranks, [T, N].
         """
         raise NotImplementedError
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, into: Quantised | None = None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, cast back, times weight (Zhang & Sennrich 2019)."""
         raise NotImplementedError
 
-    def add_rms_norm(self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float, into: Quantised | None = None
+    ) -> tuple[Tensor, Tensor]:
         """residual' = x + residual; returns (rms_norm(residual'), residual'). May overwrite both inputs."""
         raise NotImplementedError
 
@@ -106,15 +121,15 @@ class Ops:
         """rms_norm of ``x`` and of ``y`` side by side, [T, 2N]."""
         raise NotImplementedError
 
-    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+    def silu_mul(self, gate_up_T2I: Tensor, *, into: Quantised | None = None) -> Tensor:
         """silu(first half) * second half, [T, I]."""
         raise NotImplementedError
 
-    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+    def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         raise NotImplementedError
 
-    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+    def linear_push(self, buffers: PeerBuffers, x_TN: Activations, weight: Weight) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``).
 
         Where it has not, the all-reduce that follows pushes it.
@@ -139,7 +154,14 @@ class Ops:
         raise NotImplementedError
 
     def decode_attention(
-        self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+        *,
+        into: Quantised | None = None,
     ) -> Tensor:
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D]; with
         ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree; not ``causal``, of
@@ -147,7 +169,8 @@ class Ops:
 
         The launch right before this one may write q, but not lengths or pages: these may be read before it ends (PDL).
         ``out_THD`` is written and returned where given; it and q may have more tokens than the rows, which come first.
-        What it holds of the other tokens, and with ``skip_empty`` of rows of length 0, stays as it is.
+        What it holds of the other tokens, and with ``skip_empty`` of rows of length 0, stays as it is. ``into`` (codes
+        are [T, H * D]) takes its place.
         """
         raise NotImplementedError
 
@@ -291,7 +314,7 @@ class Ops:
         """
         raise NotImplementedError
 
-    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+    def sigmoid_mul(self, x_TX: Tensor, gate_TX: Tensor, *, into: Quantised | None = None) -> Tensor:
         """x * sigmoid(gate), [T, X]."""
         raise NotImplementedError
 
@@ -341,12 +364,18 @@ class Ops:
         """
         raise NotImplementedError
 
-    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+    def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
         """silu_mul(linear(x, weight)), [T, I]: ``weight`` has the rows of gate first, then those of up."""
         raise NotImplementedError
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        weight: Weight,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns (gate_up(rms_norm(residual'), weight) [T, I], residual'), the latter as in add_norm_linear.
 
@@ -359,7 +388,14 @@ class Ops:
         raise NotImplementedError
 
     def rope_cache_attend(
-        self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float
+        self,
+        qkv_TX: Tensor,
+        heads: int,
+        kv_layer: Tensor,
+        rotation: Rotation,
+        inputs: DecodeAttention,
+        scale: float,
+        into: Quantised | None = None,
     ) -> Tensor:
         """decode_attention(rope_and_cache(...)), [T, H, D].
 

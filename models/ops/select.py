@@ -59,6 +59,18 @@ def select_kernels(
     return kernels
 
 
+def fp8_path(kernels: Ops) -> str:
+    """How products with FP8 weights take activations, for logs and the doctor."""
+    if kernels.batch_invariant:
+        return "as they are, of decoded weights"
+    on_gpu = kernels.name != "reference"
+    said = {
+        "auto": "as FP8 codes from two rows on, or where faster" if on_gpu else "as they are",
+        "always": "as FP8 codes",
+    }
+    return said.get(kernels.fp8_activations, "as they are")
+
+
 def reference_ops(*, deterministic: bool = False) -> TableOps:
     """Ops in plain torch, for any device and float dtype. ``deterministic``: token by token, for CPUs; slow, for a
     prompt takes a pass over the weights for each token."""

@@ -15,15 +15,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.kernels.matmul import autotune, choice_table, norm, skinny
-from models.kernels.matmul.candidates import default_choice, fp8_candidates, quick_candidates, worth_measuring
+from models.kernels.matmul import autotune, choice_table, codes, norm, skinny
+from models.kernels.matmul.candidates import (
+    default_choice,
+    fp8_candidates,
+    fp8_variants,
+    quick_candidates,
+    worth_measuring,
+)
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, LinearShape
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
 from models.kernels.traits import DeviceTraits, traits_of
-from models.ops.rows_nvidia.products import MAX_PUSHED_ROWS, ROWS, Product, algorithms, by_library, product
+from models.ops.rows_nvidia.products import (
+    MAX_PUSHED_ROWS,
+    ROWS,
+    Product,
+    algorithms,
+    by_library,
+    product,
+    reads_codes,
+)
 from models.row_buckets import LARGE_STEP
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Activations, Quantised, numbers_of
 from parallel.layers.weight import Weight
 
 log = logging.getLogger(__name__)
@@ -74,61 +89,92 @@ class TunedProducts:
 
     # The ops below are those of models/ops/contract.py.
 
-    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+    def quantised_for(
+        self, weight: Weight, tokens: int, dtype: torch.dtype, *, gate_up: bool = False, numbers: bool = False
+    ) -> Quantised | None:
+        if weight.parts:
+            made = (self.quantised_for(part, tokens, dtype, numbers=True) for part in weight.parts)
+            return next((one for one in made if one is not None), None)
+        if weight.format.block is None or tokens == 0:
+            return None
+        shape = LinearShape(tokens, weight.outputs, weight.inner, dtype, False, gate_up, weight.format.block)
+        if not reads_codes(shape, self.choice(shape)):
+            return None
+        return Quantised.empty(tokens, weight.inner, codes.group_of(weight), dtype, self.device, numbers=numbers)
+
+    def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
         if weight.parts:
             return torch.cat([self.linear(x_TN, part) for part in weight.parts], -1)
-        return self._run(x_TN, weight, False, False)[0](x_TN.contiguous(), weight)[0]
+        return self._run(x_TN, weight, False, False)[0](_whole(x_TN, weight), weight)[0]
 
-    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+    def linear_push(self, buffers: PeerBuffers, x_TN: Activations, weight: Weight) -> tuple[Tensor, bool]:
         if weight.parts:
             return self.linear(x_TN, weight), False
         run, pushes = self._run(x_TN, weight, False, False)
-        return run(x_TN.contiguous(), weight, buffers=buffers if pushes else None)[0], pushes
+        return run(_whole(x_TN, weight), weight, buffers=buffers if pushes else None)[0], pushes
 
     def add_norm_linear(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
         if weight.parts:
-            hidden_TN = norm.rms_norm(x_TN.contiguous(), residual_TN, norm_N, eps, self.pdl)
-            return self.linear(hidden_TN, weight), x_TN if residual_TN is None else residual_TN
+            into = self.quantised_for(weight, x_TN.shape[0], x_TN.dtype)
+            hidden_TN = norm.rms_norm(x_TN.contiguous(), residual_TN, norm_N, eps, self.pdl, into)
+            return self.linear(into or hidden_TN, weight), x_TN if residual_TN is None else residual_TN
         return self._run(x_TN, weight, True, False)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
 
-    def gate_up(self, x_TN: Tensor, weight: Weight) -> Tensor:
+    def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
         if weight.parts:
-            return norm.silu_mul(self.linear(x_TN, weight), self.pdl)
-        return self._run(x_TN, weight, False, True)[0](x_TN.contiguous(), weight)[0]
+            return norm.silu_mul(self.linear(x_TN, weight), self.pdl, into)
+        options = {} if into is None else {"into": into}
+        run = self._run(x_TN, weight, False, True, into is not None)[0]
+        return run(_whole(x_TN, weight), weight, **options)[0]
 
     def add_norm_gate_up(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        weight: Weight,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         if weight.parts:
             hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
-            return norm.silu_mul(hidden_T2I, self.pdl), residual_TN
-        return self._run(x_TN, weight, True, True)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
+            return norm.silu_mul(hidden_T2I, self.pdl, into), residual_TN
+        options = {} if into is None else {"into": into}
+        run = self._run(x_TN, weight, True, True, into is not None)[0]
+        return run(x_TN.contiguous(), weight, residual_TN, norm_N, eps, **options)
 
     def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
         rows = x_TN.shape[0]
         if rows <= LARGE_STEP or down.bias is not None or down.parts:
-            return self.linear(self.gate_up(x_TN, gate_up), down)
+            into = self.quantised_for(down, rows, x_TN.dtype)
+            hidden_TI = self.gate_up(x_TN, gate_up, into)
+            return self.linear(into or hidden_TI, down)
         x_TN = x_TN.contiguous()
         size = slice_rows(rows)
         for x_SN in (x_TN[start : start + size] for start in range(0, rows, size)):
-            hidden_SI = self.gate_up(x_SN, gate_up)
+            into = self.quantised_for(down, len(x_SN), x_SN.dtype)
+            hidden_SI = self.gate_up(x_SN, gate_up, into)
             multiply = by_library(self, self.choice(LinearShape.of(x_SN, down)))
-            multiply(hidden_SI, down, x_SN)  # this slice of x is not read again
-            del hidden_SI  # or it would take memory with the next one
+            multiply(into or hidden_SI, down, x_SN)  # this slice of x is not read again
+            del into, hidden_SI  # or they would take memory with the next one
         return x_TN
 
-    def _run(self, x_TN: Tensor, weight: Weight, normed: bool, gate_up: bool) -> tuple[Product, bool]:
+    def _run(
+        self, x_TN: Activations, weight: Weight, normed: bool, gate_up: bool, into: bool = False
+    ) -> tuple[Product, bool]:
         """See products.product."""
-        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up, weight.format.block)
+        block = weight.format.block
+        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up, block, into)
         found = self._runs.get(key)
         if found is None:
-            shape = LinearShape(*key)
+            shape = LinearShape(*key[:-1])
             choice = self.choice(shape)
-            same = choice, normed, gate_up, shape.rows <= MAX_PUSHED_ROWS  # prompts have thousands of row counts
-            found = self._runs[key] = self._runs.setdefault(same, product(self, shape, choice))
+            # Prompts have thousands of row counts.
+            same = choice, normed, gate_up, shape.rows <= MAX_PUSHED_ROWS, block is None, into
+            found = self._runs[key] = self._runs.setdefault(same, product(self, shape, choice, into))
         return found
 
     def choice(self, shape: LinearShape) -> Choice:
@@ -224,18 +270,40 @@ class TunedProducts:
         """Every choice that can run ``shape``, cuBLAS included."""
         tried: Iterable[Choice]
         if shape.block is not None:
-            tried = fp8_candidates(shape, self.traits)
+            tried = dict.fromkeys([*fp8_candidates(shape, self.traits), *fp8_variants(shape, self.traits)])
         else:
             tried = (choice for row in ROWS.values() if row.variants for choice in row.variants(self, shape))
         return [choice for choice in tried if self._fits(shape, choice)]
 
     def runner(self, shape: LinearShape) -> autotune.Run:
+        """With FP8 weights as in a layer: what makes x quantises it, and SiLU-mul quantises for the next product."""
+        into = None
+        if shape.gate_up and shape.block is not None and shape.dtype == torch.bfloat16:
+            width = shape.outputs // 2
+            group = shape.block[1] or width
+            into = None if width % group else Quantised.empty(shape.rows, width, group, shape.dtype, self.device)
         if not shape.normed:
-            return lambda x, weight, choice: self.run(x, weight, choice, gate_up=shape.gate_up)
+            made: list[Quantised] = []
+
+            def multiply(x: Tensor, weight: Weight, choice: Choice) -> Tensor:
+                narrow = reads_codes(shape, choice)
+                if narrow and not made:
+                    made.append(codes.quantise(x, codes.group_of(weight), self.pdl))
+                wanted = into if narrow else None
+                return self.run(made[0] if narrow else x, weight, choice, gate_up=shape.gate_up, into=wanted)
+
+            return multiply
         residual = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=self.device)
         norm_weight = torch.ones(shape.inner, dtype=shape.dtype, device=self.device)
         return lambda x, weight, choice: self.run_normed(
-            x, residual, norm_weight, 1e-6, weight, choice, gate_up=shape.gate_up
+            x,
+            residual,
+            norm_weight,
+            1e-6,
+            weight,
+            choice,
+            gate_up=shape.gate_up,
+            into=into if reads_codes(shape, choice) else None,
         )[0]
 
     def _quickly(self, shape: LinearShape) -> list[Choice]:
@@ -253,11 +321,20 @@ class TunedProducts:
         return refuses is None or refuses(self, shape, choice, measured_rows) is None
 
     def run(
-        self, x_MK: Tensor, weight: Weight, choice: Choice, *, gate_up: bool, buffers: PeerBuffers | None = None
+        self,
+        x_MK: Activations,
+        weight: Weight,
+        choice: Choice,
+        *,
+        gate_up: bool,
+        buffers: PeerBuffers | None = None,
+        into: Quantised | None = None,
     ) -> Tensor:
-        """``linear`` by ``choice``, with SiLU-mul after it where ``gate_up``; pushed into ``buffers`` where given."""
-        run, _ = product(self, LinearShape.of(x_MK, weight, gate_up=gate_up), choice)
-        return run(x_MK.contiguous(), weight, buffers=buffers)[0]
+        """``linear`` by ``choice``, with SiLU-mul after it where ``gate_up``; pushed into ``buffers``, or as codes in
+        ``into``, where given."""
+        run, _ = product(self, LinearShape.of(x_MK, weight, gate_up=gate_up), choice, into is not None)
+        options = {"buffers": buffers} if into is None else {"into": into}
+        return run(_whole(x_MK, weight), weight, **options)[0]
 
     def run_normed(
         self,
@@ -269,13 +346,23 @@ class TunedProducts:
         choice: Choice,
         *,
         gate_up: bool,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(``run`` of rms_norm(x + residual), x + residual), in one kernel where ``choice`` fuses them.
 
         May overwrite ``residual`` and, in large steps, ``x`` (norm.py).
         """
-        run, _ = product(self, LinearShape.of(x_MK, weight, normed=True, gate_up=gate_up), choice)
-        return run(x_MK.contiguous(), weight, residual_MK, norm_K, eps)
+        shape = LinearShape.of(x_MK, weight, normed=True, gate_up=gate_up)
+        run, _ = product(self, shape, choice, into is not None)
+        options = {} if into is None else {"into": into}
+        return run(x_MK.contiguous(), weight, residual_MK, norm_K, eps, **options)
+
+
+def _whole(x_TN: Activations, weight: Weight) -> Activations:
+    """As kernels take it: contiguous; codes for FP8 weights only."""
+    if isinstance(x_TN, Quantised):
+        return x_TN if weight.format.block is not None else numbers_of(x_TN)
+    return x_TN.contiguous()
 
 
 def slice_rows(rows: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.peer_buffers import PeerBuffers, peer_buffer_bytes
+from parallel.comm.quantised import Quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,13 @@ class AllReduceKernel(Protocol):
     """``all_reduce_rows`` of parallel/comm/all_reduce_triton.py with its algorithm and buffers bound."""
 
     def __call__(
-        self, x_TN: Tensor, *, residual_TN: Tensor | None = None, norm_N: Tensor | None = None, eps: float = 0.0
+        self,
+        x_TN: Tensor,
+        *,
+        residual_TN: Tensor | None = None,
+        norm_N: Tensor | None = None,
+        eps: float = 0.0,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

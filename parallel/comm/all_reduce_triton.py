@@ -49,6 +49,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parallel.comm.matmul_push_triton import is_sentinel, part_row, sendable, sentinel_like
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantise_triton import store_codes
+from parallel.comm.quantised import Quantised
 
 MAX_WARPS = 16
 MOST_AT_ONCE = 512  # rows with a program each
@@ -107,6 +109,9 @@ def _finish_row(
     weight,
     residual_ptr,
     out_ptr,
+    codes_ptr,
+    scale_ptr,
+    pitch,
     residual_out_ptr,
     memory,
     use_counts_ptr,
@@ -120,6 +125,7 @@ def _finish_row(
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Waits for the peers' parts of a row, adds them, and writes what becomes of the sum."""
     cols = tl.arange(0, BLOCK)
@@ -170,6 +176,8 @@ def _finish_row(
         h = result.to(tl.float32)
         result = (h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + where, result, mask=mask)
+    if CODES > 0:
+        store_codes(result[None, :], row + tl.arange(0, 1), 0, codes_ptr, scale_ptr, pitch, row + 1, N, CODES)
 
 
 @triton.jit(do_not_specialize=["rows", "parts_apart"])
@@ -178,6 +186,9 @@ def _all_reduce_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    codes_ptr,  # of the result, where CODES
+    scale_ptr,
+    pitch,
     residual_out_ptr,
     memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
     use_counts_ptr,  # int32 [ROWS], of this rank
@@ -196,6 +207,7 @@ def _all_reduce_kernel(
     TWO_SHOT: tl.constexpr,
     SCATTER: tl.constexpr,  # in one step, and not PUSHED
     MANY: tl.constexpr,  # and not PUSHED
+    CODES: tl.constexpr,  # with NORM: also stores FP8 codes, a scale for each CODES columns; 0: does not
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -223,14 +235,16 @@ def _all_reduce_kernel(
                 N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, PUSHED, TWO_SHOT, SCATTER,
             )  # fmt: skip
             _finish_row(
-                this, x, before, weight, residual_ptr, out_ptr, residual_out_ptr, memory, use_counts_ptr, eps,
-                N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT,
+                this, x, before, weight, residual_ptr, out_ptr, codes_ptr, scale_ptr, pitch, residual_out_ptr, memory,
+                use_counts_ptr, eps,
+                N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT, CODES,
             )  # fmt: skip
             x, before = next_x, next_before
     else:
         _finish_row(
-            row, x, before, weight, residual_ptr, out_ptr, residual_out_ptr, memory, use_counts_ptr, eps,
-            N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT,
+            row, x, before, weight, residual_ptr, out_ptr, codes_ptr, scale_ptr, pitch, residual_out_ptr, memory,
+            use_counts_ptr, eps,
+            N, BLOCK, RANK, WORLD, ROWS, ROW_BYTES, ADD, NORM, TWO_SHOT, CODES,
         )  # fmt: skip
 
 
@@ -244,6 +258,7 @@ def all_reduce_rows(
     pushed: bool = False,
     two_shot: bool = False,
     scatter: bool = False,
+    into: Quantised | None = None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """The sum over ranks of ``x`` [T, N], returned twice; with ``norm_N``, (rms_norm(residual') * norm, residual')
@@ -253,11 +268,12 @@ def all_reduce_rows(
     ranks launch the same sequence of calls, one after the other.
     ``pushed``: the launch right before this one pushed x into the peers' buffers. ``two_shot``, not with ``pushed``,
     changes no bit but the sign of zeros. ``scatter``, with neither of the two: x is [ranks * T, N], and each rank gets
-    the sum of its own T rows. With ``pushed`` T is at most ``buffers.rows``; otherwise more rows take several launches.
+    the sum of its own T rows. ``into``, with ``norm_N``, gets the first result as codes, too. With
+    ``pushed`` T is at most ``buffers.rows``; otherwise more rows take several launches.
     """
     ranks = len(buffers.memory)
     tokens, width = x_TN.shape[0] // (ranks if scatter else 1), x_TN.shape[1]
-    out_TN = x_TN.new_empty(tokens, width)
+    out_TN = x_TN.new_empty(tokens, width) if into is None or into.numbers is None else into.numbers
     normed = norm_N is not None
     residual_out_TN = torch.empty_like(out_TN) if normed else out_TN
     block = triton.next_power_of_2(width)
@@ -274,6 +290,7 @@ def all_reduce_rows(
             x_TN if residual_TN is None else residual_TN[here],
             x_TN if norm_N is None else norm_N,
             out_TN[here],
+            *((out_TN, out_TN, 0) if into is None else (into.codes[start:], into.scale[:, start:], into.memory[2])),
             residual_out_TN[here],
             rows=rows,
             parts_apart=tokens,
@@ -287,6 +304,7 @@ def all_reduce_rows(
             TWO_SHOT=two_shot,
             SCATTER=scatter,
             MANY=many,
+            CODES=0 if into is None else into.group,
             PDL=pdl,
             num_warps=warps,
             launch_pdl=pdl,

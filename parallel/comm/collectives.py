@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.comm.call_log import CallLog
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Quantised
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name, which is the only one in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,11 +26,18 @@ class AllReduceNorm(Protocol):
     """An all-reduce fused with the residual add and RMSNorm that follow it in a decoder layer."""
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors.
 
-        ``pushed``: the kernel that made x has pushed it into the peer buffers.
+        ``pushed``: the kernel that made x has pushed it into the peer buffers. ``into``: gets the first as codes, too.
         """
         ...
 
@@ -45,9 +53,11 @@ class PendingAllReduce:
     _by: AllReduceNorm
     pushed: bool = False
 
-    def normed(self, residual_TN: Tensor | None, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def normed(
+        self, residual_TN: Tensor | None, norm_N: Tensor, eps: float, into: Quantised | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See AllReduceNorm.all_reduce_norm."""
-        return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps, pushed=self.pushed)
+        return self._by.all_reduce_norm(self.part_TN, residual_TN, norm_N, eps, pushed=self.pushed, into=into)
 
 
 class Collectives(Protocol):

@@ -21,6 +21,7 @@ from parallel.comm.all_reduce_dispatch import (
 )
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
 
 _LOST = "all-reduces go through NCCL or gloo, slower by 5 to 20 us each on NVLink"
@@ -61,13 +62,20 @@ class SymmetricCollectives(GroupCollectives):
         return self.all_reduce(x_TN) if self.dispatch.kernel_for(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See AllReduceNorm."""
         kernel = self.dispatch.pushed if pushed else self.dispatch.kernel_for(x_TN)
         assert kernel is not None, "called only for what all_reduce_before_norm left pending"
         with self.calls.call("all_reduce", x_TN):
-            return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+            return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps, into=into)
 
 
 def fastest_collectives(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
+from parallel.comm.quantised import Activations
 from parallel.layers.shard import (
     HeadShard,
     ScatteredShard,
@@ -51,7 +52,7 @@ class StackedColumns(ShardedModule):
         counts = [piece.count for piece in pieces]
         self.weight = placement.weight(sum(counts), inputs, bias=bias, parts=counts)
 
-    def forward(self, x_TN: Tensor) -> Tensor:
+    def forward(self, x_TN: Activations) -> Tensor:
         return self.placement.kernels.linear(x_TN, self.weight)
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
@@ -232,7 +233,7 @@ class RowParallel(ShardedModule):
         # What this rank multiplies with: a bias is added once to the sum, so by exactly one rank.
         self.own = self.weight if placement.rank == 0 else self.weight.unbiased
 
-    def forward(self, x_TI: Tensor) -> Tensor | PendingAllReduce:
+    def forward(self, x_TI: Activations) -> Tensor | PendingAllReduce:
         kernels, collectives = self.placement.kernels, self.placement.collectives
         buffers = collectives.push_buffers(x_TI.shape[0], self.own.outputs, x_TI.dtype)
         if buffers is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from parallel.comm.collectives import Collectives
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Activations
 from parallel.layers.weight import PlannedWeight, Weight, WeightFormat, WeightPlan, plain
 
 
@@ -30,11 +31,11 @@ class LinearKernel(Protocol):
 
     expert_tile: int
 
-    def linear(self, x_TN: Tensor, weight: Weight) -> Tensor:
+    def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
         """x @ weight^T (+ bias), [T, O]."""
         ...
 
-    def linear_push(self, buffers: PeerBuffers, x_TN: Tensor, weight: Weight) -> tuple[Tensor, bool]:
+    def linear_push(self, buffers: PeerBuffers, x_TN: Activations, weight: Weight) -> tuple[Tensor, bool]:
         """(``linear``, whether its kernel has also pushed the result into the peers' ``buffers``)."""
         ...
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.inputs import DecodeAttention
 from models.kernels.matmul.simulated import simulated
+from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight, fp8
 from tests.plant import reference_kernels
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels.matmul.choice_table import Choice, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
+    from models.kernels.matmul.codes import quantise
     from tests.models.kernels.nvidia_kernels import Nvidia, invariant_nvidia_kernels, nvidia_kernels
 
 BLOCKS = [(128, 128), (1, 0), (32, 32), (64, 96), (2, 16)]
@@ -149,3 +152,78 @@ def test_deterministic_products_do_not_depend_on_the_batch() -> None:
     for rows in (1, 7, 64):
         assert torch.equal(made.linear(x_TN[:rows], weight), whole[:rows])
     near(whole, x_TN.float() @ weight.plain(torch.float32).t(), "deterministic")
+
+
+# -- activations as codes -----------------------------------------------------------------------------------------
+
+
+def same_codes(found: Quantised, numbers: Tensor) -> None:
+    """``found`` has the bits that a launch of its own makes of ``numbers``."""
+    expected = quantise(numbers.contiguous(), found.group, pdl=True)
+    assert torch.equal(found.codes[: len(numbers)].view(torch.uint8), expected.codes[: len(numbers)].view(torch.uint8))
+    assert torch.equal(found.scale[:, : len(numbers)], expected.scale[:, : len(numbers)])
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 256])
+@pytest.mark.parametrize(("width", "group"), [(1536, 128), (1536, 1536), (4096, 128), (512, 32)])
+def test_rows_are_quantised_where_they_are_made(kernels: Nvidia, tokens: int, width: int, group: int) -> None:
+    x, residual, both = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (width, width, 2 * width))
+    norm = torch.rand(width, device="cuda").bfloat16()
+
+    def room(*, numbers: bool = False) -> Quantised:
+        return Quantised.empty(tokens, width, group, x.dtype, "cuda", numbers=numbers)
+
+    into = room(numbers=True)
+    hidden, _ = kernels.add_rms_norm(x.clone(), residual.clone(), norm, 1e-6, into)
+    assert into.numbers is not None
+    assert torch.equal(into.numbers, hidden)
+    assert torch.equal(hidden, kernels.add_rms_norm(x.clone(), residual.clone(), norm, 1e-6)[0])
+    same_codes(into, hidden)
+    kernels.rms_norm(x, norm, 1e-6, into)
+    same_codes(into, kernels.rms_norm(x, norm, 1e-6))
+    kernels.silu_mul(both, into=(into := room()))
+    same_codes(into, kernels.silu_mul(both))
+    kernels.sigmoid_mul(x, residual, into=(into := room()))
+    same_codes(into, kernels.sigmoid_mul(x, residual))
+
+
+@pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (8, 1), (64, 1), (256, 1), (8, 4), (3, 16)])
+@pytest.mark.parametrize(("dim", "group"), [(128, 128), (64, 128)])
+def test_attention_quantises_heads(kernels: Nvidia, rows: int, query_len: int, dim: int, group: int) -> None:
+    heads, kv_heads, page = 8, 2, 64
+    kv_layer = torch.randn(2, 400, page, kv_heads, dim, device="cuda").bfloat16()
+    table = torch.randint(1, 400, (rows, 12), dtype=torch.int32, device="cuda")
+    lengths = torch.randint(query_len, 12 * page, (rows,), dtype=torch.int32, device="cuda")
+    q_THD = torch.randn(rows * query_len, heads, dim, device="cuda").bfloat16()
+    inputs = kernels.plan_decode(DecodeAttention(table, lengths, query_len, 12 * page), heads, kv_layer)
+    numbers = kernels.decode_attention(q_THD, kv_layer, inputs, dim**-0.5).flatten(1)
+    into = Quantised.empty(len(q_THD), heads * dim, group, q_THD.dtype, "cuda")
+    kernels.decode_attention(q_THD, kv_layer, inputs, dim**-0.5, into=into)
+    same_codes(into, numbers)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 33, 64, 128])
+def test_products_read_and_store_codes(kernels: Nvidia, rows: int) -> None:
+    weight, x_TN = codes((1024, 1536), (128, 128)), torch.randn(rows, 1536, device="cuda").bfloat16()
+    made = kernels.matmul
+    coded = quantise(x_TN, 128, pdl=True)
+    for choice in made.candidates(LinearShape.of(x_TN, weight, gate_up=True)):
+        if not narrow(choice):
+            continue
+        plain = made.run(x_TN, weight, choice, gate_up=True)
+        assert torch.equal(made.run(coded, weight, choice, gate_up=True), plain), choice
+        into = Quantised.empty(rows, 512, 128, x_TN.dtype, "cuda")
+        made.run(coded, weight, choice, gate_up=True, into=into)
+        same_codes(into, plain)
+
+
+def test_layers_hand_codes_on(kernels: Nvidia) -> None:
+    """gate_up to down, by what is chosen for both."""
+    gate_up, down = codes((3072, 1536), (128, 128)), codes((1536, 1536), (128, 128))
+    x_TN = torch.randn(32, 1536, device="cuda").bfloat16()
+    into = kernels.quantised_for(down, 32, x_TN.dtype)
+    assert into is not None
+    hidden = simulated(kernels.gate_up(x_TN, gate_up), 128)
+    kernels.gate_up(x_TN, gate_up, into)
+    near(kernels.linear(into, down), hidden @ down.plain(torch.float32).t(), "down of codes")
+    assert kernels.quantised_for(Weight.of(x_TN), 32, x_TN.dtype) is None

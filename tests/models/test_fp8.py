@@ -348,7 +348,7 @@ def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) 
             assert torch.equal(weight.plain(torch.float32), plain[name].plain(torch.float32)), (kind, name)
 
 
-def answers(folder: Path, activations: Fp8Activations, depth: int = 2) -> dict[int, tuple[int, ...]]:
+def answers(folder: Path, activations: Fp8Activations, depth: int = 2, **options: Any) -> dict[int, tuple[int, ...]]:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -358,6 +358,7 @@ def answers(folder: Path, activations: Fp8Activations, depth: int = 2) -> dict[i
         chain_depth=depth,
         fp8_activations=activations,
         bundles=str(folder / "bundles"),
+        **options,
     )
     asked = [request(i, range(3 + i, 9 + 2 * i), max_tokens=12) for i in range(6)]
     with build_engine(

@@ -34,6 +34,7 @@ from models.kernels.attention.query import (
     steady_of_rotation,
 )
 from models.kernels.interface import Rotation
+from parallel.comm.quantised import Activations, memory_of
 
 
 @triton.jit(do_not_specialize=["fewest", "longest", "most"])
@@ -45,6 +46,8 @@ def _decode_attention_kernel(
     lengths_ptr,
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
+    out_scale_ptr,  # where out is codes, a scale for each head
+    out_pitch,
     partial_ptr,
     stats_ptr,
     counter_ptr,
@@ -143,8 +146,8 @@ def _decode_attention_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             peak = new_peak
         finish_unit(
-            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, QUERY_LEN, head,
-            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, APART,
+            acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
+            QUERY_LEN, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, APART,
         )  # fmt: skip
     elif (head + row + split == 0) & PDL:  # one waits, or the successor would start before the predecessor ends
         gdc_wait()
@@ -161,7 +164,7 @@ def decode_attention(
     counters: Tensor,
     *,
     rotation: Rotation | None = None,
-    out_THD: Tensor | None = None,
+    out_THD: Activations | None = None,
     stages: int,
     warps: int,
     pdl: bool,
@@ -184,6 +187,7 @@ def decode_attention(
     block_d = padded_dim(head_dim)
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+    out, *out_scale = memory_of(out_THD)
     groups = 0 if apart else -(-most // MERGED_AT_ONCE)
     sums = rows * kv_heads * (most + groups) * real_rows * block_d
     stats = workspace[sums:] if most > 1 else workspace
@@ -198,7 +202,8 @@ def decode_attention(
         inputs.page_table_BP,
         inputs.kv_lengths_B,
         inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
-        out_THD,
+        out,
+        *out_scale,
         workspace,
         stats,
         counters,
@@ -234,5 +239,5 @@ def decode_attention(
         launch_pdl=pdl,
     )
     if apart and most > 1:
-        merge_splits(out_THD, inputs, rule, kv_heads, workspace, stats, pdl)
-    return out_THD
+        merge_splits(out_THD, heads, head_dim, inputs, rule, kv_heads, workspace, stats, pdl)
+    return out

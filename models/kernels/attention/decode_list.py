@@ -45,6 +45,7 @@ from models.kernels.attention.query import (
     steady_of_rotation,
 )
 from models.kernels.interface import Rotation
+from parallel.comm.quantised import Activations, memory_of
 
 MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
 HEAD_DIMS = (64, 128)  # by TMA; 256 was not tried
@@ -179,6 +180,8 @@ def _attend_list_kernel(
     queries_ptr,
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
+    out_scale_ptr,  # where out is codes, a scale for each head
+    out_pitch,
     partial_ptr,
     stats_ptr,
     counter_ptr,
@@ -279,8 +282,8 @@ def _attend_list_kernel(
                 rows, scale_log2e, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE,
             )  # fmt: skip
         finish_unit(
-            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, count, head,
-            split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+            acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
+            count, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
         )  # fmt: skip
         item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
         row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
@@ -317,7 +320,7 @@ def attend_list(
     counters: Tensor,
     *,
     rotation: Rotation | None = None,
-    out_THD: Tensor | None = None,
+    out_THD: Activations | None = None,
     tma: bool,
     block_n: int,
     stages: int,
@@ -340,6 +343,7 @@ def attend_list(
     if out_THD is None:
         tokens = rows * inputs.query_len if inputs.starts_B is None else q_TX.shape[0]
         out_THD = torch.empty(tokens, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
+    out, *out_scale = memory_of(out_THD)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
     boxes = kv_layer.view(2, -1, kv_heads * head_dim) if tma else kv_layer
     keys, values = (TensorDescriptor.from_tensor(each, [block_n, head_dim]) if tma else each for each in boxes)
@@ -354,7 +358,8 @@ def attend_list(
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
         inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
         work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
-        out_THD,
+        out,
+        *out_scale,
         workspace,
         workspace[slots * real_rows * block_d :] if most > 1 else workspace,
         counters,
@@ -388,4 +393,4 @@ def attend_list(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    return out_THD
+    return out

@@ -23,6 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_work import SplitRule, splits_of_rows
 from models.kernels.attention.query import padded_dim, power_of_two_above
+from parallel.comm.quantise_triton import quantised
+from parallel.comm.quantised import Activations, memory_of
 
 _QUERY_ROWS = 4  # of a program of merge_splits
 _AT_ONCE = 8  # splits whose sums such a program loads together
@@ -52,7 +54,7 @@ def finish_unit(
     acc,  # [ROWS, BLOCK_D] float32, relative to peak
     peak,  # [ROWS]
     total,  # [ROWS]
-    out_ptr,
+    out,  # as write_rows takes it
     partial_ptr,  # float32 [B * K, most + groups, REAL_ROWS, BLOCK_D]
     stats_ptr,  # float32 [B * K, most + groups, 2, REAL_ROWS]: maximum and sum
     counter_ptr,  # int32 [B * K, groups + 1]
@@ -74,12 +76,11 @@ def finish_unit(
     ALONE: tl.constexpr,  # no row has a second split
     APART: tl.constexpr = False,  # merge_splits follows
 ):
-    out_row = out_ptr + (token * K * GROUP + head * GROUP) * D
     if ALONE:
-        _write(out_row, acc, total, 0, count, K, GROUP, D, BLOCK_D, ROWS)
+        write_rows(out, acc, total, token, head, 0, count, K, GROUP, D, BLOCK_D, ROWS)
     else:
         if splits == 1:
-            _write(out_row, acc, total, 0, count, K, GROUP, D, BLOCK_D, ROWS)
+            write_rows(out, acc, total, token, head, 0, count, K, GROUP, D, BLOCK_D, ROWS)
         elif APART:
             slot = (row * K + head) * most
             _keep(
@@ -103,7 +104,7 @@ def finish_unit(
                     partial, stats, first, members, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
                 )
                 if splits <= FAN:
-                    _write(out_row, some, some_total, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
+                    write_rows(out, some, some_total, token, head, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
                 else:
                     _keep(partial, stats, most + group, some, their_peak, some_total, BLOCK_D, REAL_ROWS, REAL_ROWS)
                     tl.debug_barrier()
@@ -113,14 +114,16 @@ def finish_unit(
                         every, _, every_total = _merged(
                             partial, stats, most, used, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
                         )
-                        _write(out_row, every, every_total, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
+                        write_rows(out, every, every_total, token, head, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
 
 
 @triton.jit
-def _write(
-    out_row,
-    acc,
-    total,
+def write_rows(
+    out,  # (result [T, H, D], nothing, 0), or (codes, scales [H, pitch], pitch): a head's dims share a scale
+    acc,  # [ROWS, BLOCK_D] float32
+    total,  # [ROWS]
+    token,  # the row's first
+    head,
     base,  # the first query row
     count,
     K,
@@ -129,11 +132,19 @@ def _write(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Stores acc / total."""
     rows, dims = base + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    where = ((rows // GROUP) * K * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
-    mask = (rows < GROUP * count)[:, None] & (dims < D)[None, :]
-    tl.store(out_row + where, acc.to(out_row.dtype.element_ty), mask=mask)
+    tokens, heads = token + rows // GROUP, head * GROUP + rows % GROUP
+    where = (tokens * K * GROUP + heads)[:, None] * D + dims[None, :]
+    there = rows < GROUP * count
+    mask = there[:, None] & (dims < D)[None, :]
+    if out[0].dtype.element_ty.primitive_bitwidth == 8:
+        codes, scales = quantised(acc.to(tl.bfloat16))
+        tl.store(out[0] + where, codes, mask=mask)
+        tl.store(out[1] + heads * out[2] + tokens, scales, mask=there)
+    else:
+        tl.store(out[0] + where, acc.to(out[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -190,6 +201,8 @@ def merged_at_once(real_rows: int, block_d: int, fan: int, warps: int) -> int:
 def _merge_splits_kernel(
     lengths_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_pitch,
     partial_ptr,  # float32 [B * K, most, REAL_ROWS, BLOCK_D]
     stats_ptr,  # float32 [B * K, most, 2, REAL_ROWS]
     K,
@@ -220,21 +233,29 @@ def _merge_splits_kernel(
         slot = (row * K + head) * most
         partial, stats = partial_ptr + slot * (REAL_ROWS * BLOCK_D), stats_ptr + slot * (2 * REAL_ROWS)
         acc, _peak, total = _merged(partial, stats, 0, splits, base, BLOCK_D, ROWS, REAL_ROWS, SPLITS, MERGE)
-        out_row = out_ptr + (row * QUERY_LEN * K * GROUP + head * GROUP) * D
-        _write(out_row, acc, total, base, QUERY_LEN, K, GROUP, D, BLOCK_D, ROWS)
+        out = (out_ptr, out_scale_ptr, out_pitch)
+        write_rows(out, acc, total, row * QUERY_LEN, head, base, QUERY_LEN, K, GROUP, D, BLOCK_D, ROWS)
 
 
 def merge_splits(
-    out_THD: Tensor, inputs: DecodeAttention, rule: SplitRule, kv_heads: int, partial: Tensor, stats: Tensor, pdl: bool
+    out: Activations,
+    heads: int,
+    head_dim: int,
+    inputs: DecodeAttention,
+    rule: SplitRule,
+    kv_heads: int,
+    partial: Tensor,
+    stats: Tensor,
+    pdl: bool,
 ) -> None:
-    """Merges into ``out_THD`` what the launch before it kept APART. In split order, so bits are always the same."""
-    rows, (_, heads, head_dim) = inputs.kv_lengths_B.shape[0], out_THD.shape
+    """Merges into ``out`` what the launch before it kept APART. In split order, so bits are always the same."""
+    rows = inputs.kv_lengths_B.shape[0]
     real_rows = power_of_two_above(heads // kv_heads * inputs.query_len)
     few = min(_QUERY_ROWS, real_rows)
     most = power_of_two_above(rule.most)
     _merge_splits_kernel[(real_rows // few, kv_heads, rows)](
         inputs.kv_lengths_B,
-        out_THD,
+        *memory_of(out),
         partial,
         stats,
         kv_heads,

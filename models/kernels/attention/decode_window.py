@@ -26,6 +26,7 @@ from models.kernels.attention.decode_list import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_merge import finish_unit, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import LOG2_E, block_to_l2, nodes_seen, power_of_two_above, seen_in_tree
+from parallel.comm.quantised import Activations, memory_of
 
 QUERY_ROWS = range(16, 129)  # of a kv head
 
@@ -48,6 +49,8 @@ def _attend_window_kernel(
     units_ptr,  # DecodeWork.units_U4
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
+    out_scale_ptr,  # where out is codes, a scale for each head
+    out_pitch,
     partial_ptr,
     stats_ptr,
     counter_ptr,
@@ -136,8 +139,8 @@ def _attend_window_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
             peak = new_peak
         finish_unit(
-            acc, peak, total, out_ptr, partial_ptr, stats_ptr, counter_ptr, row, token, QUERY_LEN, head, split, splits,
-            most, K, GROUP, D, D, ROWS, ROWS, FAN, 1, ALONE,
+            acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
+            QUERY_LEN, head, split, splits, most, K, GROUP, D, D, ROWS, ROWS, FAN, 1, ALONE,
         )  # fmt: skip
         item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
         row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
@@ -164,7 +167,7 @@ def attend_windows(
     workspace: Tensor,
     counters: Tensor,
     *,
-    out_THD: Tensor | None = None,
+    out_THD: Activations | None = None,
     stages: int,
     warps: int,
     programs: int,
@@ -178,6 +181,7 @@ def attend_windows(
     query_rows = power_of_two_above(group * inputs.query_len)
     if out_THD is None:
         out_THD = torch.empty(tokens, heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
+    out, *out_scale = memory_of(out_THD)
     block_n, boxes = work.rule.block, kv_layer.view(2, -1, kv_heads * head_dim)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
     _attend_window_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
@@ -189,7 +193,8 @@ def attend_windows(
         inputs.page_table_BP,
         work.units_U4,
         work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
-        out_THD,
+        out,
+        *out_scale,
         workspace,
         workspace[slots * query_rows * head_dim :] if most > 1 else workspace,
         counters,
@@ -213,4 +218,4 @@ def attend_windows(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    return out_THD
+    return out

@@ -19,6 +19,7 @@ dependent_launch.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -29,9 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.streamed import expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
-from models.kernels.matmul.codes import quantised
+from models.kernels.matmul.codes import group_of, quantise
 from models.kernels.traits import H200
+from parallel.comm.quantised import Activations, Quantised, memory_of
 from parallel.layers.weight import Weight
+
+_FEWEST_CODES = 32  # columns of a tensor core's product of codes
+_MOST_SUMS = 128 * 128  # of a tile of codes
 
 # Batch-invariant: in a tile of any size a sum is one accumulator over K in ascending order, never split
 
@@ -61,6 +66,8 @@ def block_and_tile(number, count, tiles, BLOCK_M: tl.constexpr, GROUP: tl.conste
 @triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
 def _grouped_kernel(
     in_ptr,  # [T, K] tokens, or [T * C, K] pairs
+    in_scale_ptr,  # where NARROW: float32 [K / SCALE_COLUMNS, in_pitch]
+    in_pitch,
     weight_ptr,  # [G, O or 2 * O with GATED, K]
     scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
     share_ptr,  # [T * C] float32, without GATE_UP
@@ -80,7 +87,7 @@ def _grouped_kernel(
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K, or all columns
-    NARROW: tl.constexpr,  # quantise activations, each row's BLOCK_K by themselves, and multiply 8-bit codes
+    NARROW: tl.constexpr,  # inputs are codes, too
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
     PRECISION: tl.constexpr,
@@ -120,8 +127,9 @@ def _grouped_kernel(
             else:
                 factor = tl.load(scales + step * BLOCK_K // SCALE_COLUMNS)[:, None]
                 if NARROW:
-                    x, most = quantised(x)
-                    acc += tl.dot(w, tl.trans(x)) * (factor * most[None, :])
+                    at = step * BLOCK_K // SCALE_COLUMNS * in_pitch
+                    x_scale = tl.load(in_scale_ptr + at + rows, mask=asked, other=0.0)
+                    acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
                 else:
                     acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
@@ -182,7 +190,8 @@ def expert_mlp(
     narrow: bool = False,
 ) -> Tensor:
     """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
-    program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises activations, too."""
+    program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises bfloat16 activations, too, once
+    for all experts."""
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
@@ -192,11 +201,33 @@ def expert_mlp(
     mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
     up_rows = gate_up.outputs
     up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, up_rows, shared_bytes=shared_bytes)
+    narrow = narrow and x_TN.dtype == torch.bfloat16
+    if narrow:
+        up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
+    x = quantise(x_TN, group_of(gate_up), pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    _grouped(x_TN, gate_up, None, hidden_PI, *lists, up_tiles, narrow)
+    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles)
+    inputs = quantise(hidden_PI, group_of(down), pdl) if narrow and reads_codes(down) else hidden_PI
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
-    _grouped(hidden_PI, down, weights_TC, terms_PN, *lists, down_tiles, narrow)
+    _grouped(inputs, down, weights_TC, terms_PN, *lists, down_tiles)
     return combined(terms_PN[None], local_TC, pdl)
+
+
+def reads_codes(weight: Weight) -> bool:
+    """Whether a matrix takes activations as codes: whole groups of what tensor cores take."""
+    columns = weight.format.block[1] or weight.inner if weight.format.block else 0
+    return columns >= _FEWEST_CODES and weight.inner % columns == 0 and _codes_at_once(weight) >= _FEWEST_CODES
+
+
+def _codes_at_once(weight: Weight) -> int:
+    """Columns of a step: always the same, so that sums are."""
+    assert weight.format.block is not None
+    return weight.format.block[1] or math.gcd(128, weight.inner)
+
+
+def _of_codes(tiles: Tiles) -> Tiles:
+    """A step's sums are apart from the others until they are scaled, so a tile takes twice the registers."""
+    return tiles if tiles.block_m * tiles.block_o <= _MOST_SUMS else replace(tiles, block_o=128)
 
 
 def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
@@ -220,7 +251,7 @@ def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
 
 
 def _grouped(
-    in_RK: Tensor,
+    x: Activations,
     weight: Weight,
     share_TC: Tensor | None,
     out_PO: Tensor,
@@ -229,16 +260,15 @@ def _grouped(
     choices: int,
     pdl: bool,
     tiles: Tiles,
-    narrow: bool,
 ) -> None:
     experts, weight_rows, inner = weight.data.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
-    narrow = narrow and scale_columns >= 32  # of a tensor core's product of 8-bit codes
-    block_k = scale_columns if narrow else math.gcd(tiles.block_k, scale_columns or tiles.block_k)
+    narrow = isinstance(x, Quantised)
+    block_k = _codes_at_once(weight) if narrow else math.gcd(tiles.block_k, scale_columns or tiles.block_k)
     stages = tiles.stages if block_k <= tiles.block_k else max(2, tiles.stages * tiles.block_k // block_k)
-    capacity = order_GT.shape[1]
+    capacity, outputs = order_GT.shape[1], out_PO.shape[1]
     _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
-        in_RK,
+        *memory_of(x),
         weight.data,
         order_GT if weight.scale is None else weight.scale,
         order_GT if share_TC is None else share_TC,
@@ -247,7 +277,7 @@ def _grouped(
         out_PO,
         experts,
         capacity,
-        out_PO.shape[1],
+        outputs,
         K=inner,
         CHOICES=choices,
         BLOCK_G=triton.next_power_of_2(experts),
@@ -260,8 +290,8 @@ def _grouped(
         SCALE_COLUMNS=scale_columns or inner,
         NARROW=narrow,
         GATE_UP=share_TC is None,
-        GATED=weight_rows > out_PO.shape[1],
-        PRECISION="ieee" if in_RK.dtype == torch.float32 else "tf32",
+        GATED=weight_rows > outputs,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=tiles.warps,
         launch_pdl=pdl,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,7 @@ MOST_GEMV_ROWS = 4  # more do not fit a thread's registers
 _DECODE_ROWS = 256  # steps of more rows are prefills
 _QUICK_ALGORITHMS = 8
 _QUICK_FP8 = 4
+_FP8_VARIED = 6  # tiles that a full search also tries with other prefetches, and late
 _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
@@ -177,7 +179,24 @@ def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choi
     if shape.dtype in (torch.bfloat16, torch.float16):
         found += _fp8_skinny(shape, columns, traits) if rows <= 64 else []
         found += _fp8_wide(shape, traits) if 32 <= rows <= 256 and columns % 128 == 0 and traits.hopper else []
-    return [*found, Scaled(), Decoded()] if rows <= 128 else [Scaled(), *found, Decoded()]
+    if rows < 64:
+        return [*found, Scaled(), Decoded()]
+    # On an H200 tiles by TMA were the fastest of 64 rows, cuBLASLt of more, with SiLU-mul in a separate launch.
+    found.sort(key=lambda choice: not isinstance(choice, Wide))
+    return [*found, Scaled(), Decoded()] if rows < 128 else [Scaled(), *found, Decoded()]
+
+
+def fp8_variants(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """What a full search tries besides: the first tiles with other prefetches, and late."""
+    tiles = [one for one in fp8_candidates(shape, traits) if isinstance(one, Wide) or getattr(one, "narrow", False)]
+    found: list[Choice] = []
+    for tile in tiles[:_FP8_VARIED]:
+        assert isinstance(tile, (Skinny, Wide))
+        for prefetch in (256, 512):
+            if prefetch <= shape.inner // tile.split:
+                found.append(dataclasses.replace(tile, prefetch=prefetch))
+        found.append(dataclasses.replace(tile, late=True))
+    return found
 
 
 def _fp8_skinny(shape: LinearShape, columns: int, traits: DeviceTraits) -> list[Skinny]:
@@ -187,24 +206,27 @@ def _fp8_skinny(shape: LinearShape, columns: int, traits: DeviceTraits) -> list[
         for narrow in (True, False)
         for block_o, split, stages in itertools.product((64, 128, 32), (1, 2, 4, 8), (4, 3))
         if block_k >= (32 if narrow else 16)  # of the tensor cores' products of 8 and of 16 bits
-        and (not narrow or block_k == columns)
+        and (not narrow or shape.inner % columns == 0)
         and shape.outputs % block_o == 0
         and shape.inner % (block_k * split) == 0
     ]
-    best = 3 * traits.multiprocessors
-    return sorted(found, key=lambda c: (not c.narrow, abs(shape.outputs // c.block_o * c.split - best)))
+    return sorted(found, key=lambda c: (not c.narrow, _off(shape.outputs // c.block_o * c.split, traits)))
+
+
+def _off(programs: int, traits: DeviceTraits) -> float:
+    """How far from so many that 8B's products were the fastest with on an H200: two or three a multiprocessor."""
+    return abs(math.log(programs / (2.3 * traits.multiprocessors)))
 
 
 def _fp8_wide(shape: LinearShape, traits: DeviceTraits) -> list[Wide]:
     block_m, found = power_of_two_from(shape.rows), list[Wide]()
     for block_o, split in itertools.product((64, 128), (1, 2, 4)):
         if shape.outputs % block_o == 0 and shape.inner % (128 * split) == 0:
-            warps = 8 if block_m * block_o > 128 * 64 else 4
+            warps = 4 if block_m * block_o <= 128 * 64 else 16 if shape.gate_up else 8  # with 8 SiLU-mul spills
             stages = min(5, (traits.shared_bytes // 2 - 1024) // (128 * (block_m + block_o)))
             if stages >= 2:
                 found.append(Wide(block_m, block_o, 128, split, stages, warps, 0))
-    best = 2 * traits.multiprocessors
-    return sorted(found, key=lambda c: abs(shape.outputs // c.block_o * c.split - best))
+    return sorted(found, key=lambda c: _off(shape.outputs // c.block_o * c.split, traits))
 
 
 def prefetch_columns(rows: int, columns: int, traits: DeviceTraits = H200) -> int:

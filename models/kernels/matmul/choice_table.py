@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
-from torch import Tensor
 
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
 from parallel.comm.all_reduce_dispatch import SizeLimits
+from parallel.comm.quantised import Activations
 from parallel.layers.weight import Weight, WeightFormat, block_of, fp8, plain
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LinearShape:
     block: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, x_MK: Tensor, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> LinearShape:
+    def of(cls, x_MK: Activations, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> LinearShape:
         sizes = x_MK.shape[0], weight.outputs, weight.inner
         return cls(*sizes, x_MK.dtype, normed, gate_up, weight.format.block)
 

@@ -1,8 +1,7 @@
-"""Activations as FP8 codes: float8_e4m3fn, a float32 scale for each row and group of columns.
+"""FP8 codes in separate launches: activations quantised where no other kernel does it, weights decoded.
 
-Knows: how a group is quantised, and how weights are decoded. Does not know: products, or which inputs are quantised.
-
-A group's scale is its largest magnitude / 448, so that no code saturates; a group of zeros has a scale, too.
+Knows: both launches. Does not know: the arithmetic of quantising (parallel/comm/quantise_triton.py), products, or which
+inputs are quantised.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -15,60 +14,49 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from parallel.comm.quantise_triton import store_codes
+from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight
 
 
 @triton.jit
-def quantised(x):
-    """(codes, scales [rows]) of x [rows, columns], one group a row."""
-    most = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-10)
-    codes = (x.to(tl.float32) * (448.0 / most)[:, None]).to(tl.float8e4nv)
-    return codes, most * (1.0 / 448.0)
-
-
-@triton.jit
 def _quantise_kernel(
-    x_ptr, codes_ptr, scale_ptr, M, N, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+    x_ptr, codes_ptr, scale_ptr, pitch, M, N, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    row = tl.program_id(0)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    columns = tl.arange(0, BLOCK)
-    at = row.to(tl.int64) * N + groups[:, None] * GROUP + columns[None, :]
-    mask = (groups < N // GROUP)[:, None] & (columns < GROUP)[None, :]
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    codes, scales = quantised(tl.load(x_ptr + at, mask=mask, other=0.0))
-    tl.store(codes_ptr + at, codes, mask=mask)
-    tl.store(scale_ptr + groups * M + row, scales, mask=groups < N // GROUP)
+    row = tl.program_id(0) + tl.arange(0, 1)
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * N + columns[None, :], mask=(columns < N)[None, :], other=0.0)
+    store_codes(x, row, first, codes_ptr, scale_ptr, pitch, M, N, GROUP)
 
 
-def quantise(x_MK: Tensor, group: int, pdl: bool, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """(codes [rows, K] float8_e4m3fn, scales float32 [K / group, rows]) of a contiguous x; ``group`` divides K.
+def group_of(weight: Weight) -> int:
+    """Columns of activations that share a scale, where they are quantised for ``weight``."""
+    assert weight.format.block is not None
+    return weight.format.block[1] or weight.inner
 
-    ``rows``: at least M, the default; the others are not written.
-    """
+
+def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None) -> Quantised:
+    """A contiguous x, one scale for each row and ``group`` of columns, which divides K."""
     tokens, inner = x_MK.shape
-    rows = tokens if rows is None else rows
-    codes_MK = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=x_MK.device)
-    scales_GM = torch.empty(inner // group, rows, dtype=torch.float32, device=x_MK.device)
-    block = triton.next_power_of_2(group)
-    groups = max(1, min(triton.next_power_of_2(inner // group), 2048 // block))
+    made = Quantised.empty(tokens, inner, group, x_MK.dtype, x_MK.device) if into is None else into
+    block = max(triton.next_power_of_2(group), min(2048, triton.next_power_of_2(inner)))
     if tokens:
-        _quantise_kernel[tokens, triton.cdiv(inner // group, groups)](
+        _quantise_kernel[tokens, triton.cdiv(inner, block)](
             x_MK,
-            codes_MK,
-            scales_GM,
-            rows,
+            *made.memory,
+            tokens,
             inner,
             GROUP=group,
             BLOCK=block,
-            GROUPS=groups,
             PDL=pdl,
             num_warps=max(4, min(16, block // 512)),
             launch_pdl=pdl,
         )
-    return codes_MK, scales_GM
+    return made
 
 
 @triton.jit

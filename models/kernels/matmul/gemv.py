@@ -74,7 +74,12 @@ def _gemv_kernel(
     weights = weight_ptr + weight_rows.to(tl.int64)[None, :, None] * K + cols
     inputs = rows.to(tl.int64)[:, None, None] * K + cols
 
+    blocked: tl.constexpr = SCALE_ROWS > 0 and SCALE_COLUMNS < K
     w = tl.load(weights, eviction_policy="evict_first")
+    if blocked:
+        scale_rows = scale_ptr + (weight_rows // SCALE_ROWS)[None, :, None] * tl.cdiv(K, SCALE_COLUMNS)
+        vectors = (tl.arange(0, CHUNK // VECTOR) * VECTOR)[None, None, :]
+        w_scale = tl.load(scale_rows + vectors // SCALE_COLUMNS)  # early: most others are in the same lines
     if NORM:
         scale = tl.load(norm_ptr + cols)
     if PDL:
@@ -90,10 +95,6 @@ def _gemv_kernel(
     # A thread sums neighbouring products at once: a fraction of the registers of a whole tile of sums.
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // VECTOR), tl.float32)
-    blocked: tl.constexpr = SCALE_ROWS > 0 and SCALE_COLUMNS < K
-    if blocked:
-        scale_rows = scale_ptr + (weight_rows // SCALE_ROWS)[None, :, None] * tl.cdiv(K, SCALE_COLUMNS)
-        vectors = (tl.arange(0, CHUNK // VECTOR) * VECTOR)[None, None, :]
     for chunk in tl.static_range(chunks):
         if chunk + 1 < chunks:
             w_next = tl.load(weights + (chunk + 1) * CHUNK, eviction_policy="evict_first")
@@ -109,7 +110,9 @@ def _gemv_kernel(
         products = h * w.to(tl.float32)
         sums = tl.sum(tl.reshape(products, (BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR, VECTOR)), 3)
         if blocked:
-            sums *= tl.load(scale_rows + (chunk * CHUNK + vectors) // SCALE_COLUMNS)
+            if chunk > 0:
+                w_scale = tl.load(scale_rows + (chunk * CHUNK + vectors) // SCALE_COLUMNS)
+            sums *= w_scale
         acc += sums
         if chunk + 1 < chunks:
             w = w_next

@@ -1,6 +1,7 @@
 """RMSNorm with an optional residual add, two norms side by side, and SiLU-mul, one Triton launch each.
 
-Knows: row kernels over contiguous [T, N] activations. Does not know: models, or which norms are fused elsewhere.
+Knows: row kernels over contiguous [T, N] activations, whose results may be quantised in the same launch. Does not know:
+models, or which norms are fused elsewhere.
 
 ``pdl``: see models/kernels/dependent_launch.py.
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.row_buckets import LARGE_STEP
+from parallel.comm.quantise_triton import store_codes
+from parallel.comm.quantised import Quantised, memory_of
 
 # Batch-invariant: a row by itself, by code that depends on its width only
 
@@ -26,10 +29,15 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    codes_ptr,
+    scale_ptr,
+    pitch,
     eps,
     N,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    NUMBERS: tl.constexpr,  # stores the result
+    GROUP: tl.constexpr,  # stores it as codes, a scale for each GROUP of columns; 0: does not
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * N
@@ -45,7 +53,12 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row + cols, x, mask=mask)
     x = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
-    tl.store(out_ptr + row + cols, (x * inverse * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (x * inverse * weight).to(x_ptr.dtype.element_ty)
+    if NUMBERS:
+        tl.store(out_ptr + row + cols, out, mask=mask)
+    if GROUP > 0:
+        rows = tl.program_id(0) + tl.arange(0, 1)
+        store_codes(out[None, :], rows, 0, codes_ptr, scale_ptr, pitch, tl.num_programs(0), N, GROUP)
 
 
 @triton.jit
@@ -69,16 +82,31 @@ def _joined_norms_kernel(x_ptr, x_norm_ptr, y_ptr, y_norm_ptr, out_ptr, eps, N, 
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    scale_ptr,  # where out is codes
+    pitch,
+    width,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale; 0: out is no codes
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
     mask = cols < width
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + cols, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
+    if GROUP == 0:
+        tl.store(out_ptr + row * width + cols, out, mask=mask)
+    else:
+        rows = tl.program_id(0) + tl.arange(0, 1)
+        store_codes(out[None, :], rows, first, out_ptr, scale_ptr, pitch, tl.num_programs(0), width, GROUP)
 
 
 @triton.jit
@@ -91,29 +119,38 @@ def _relu2_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(out_ptr + at, (x * x).to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-def rms_norm(x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: float, pdl: bool) -> Tensor:
+def rms_norm(
+    x_TN: Tensor, residual_TN: Tensor | None, weight_N: Tensor, eps: float, pdl: bool, into: Quantised | None = None
+) -> Tensor:
     """rms_norm(x + residual) * weight, [T, N]; the sum, rounded to x's dtype, replaces ``residual_TN`` in place.
 
-    With a residual and more than LARGE_STEP rows, the result replaces ``x_TN``, too.
+    With a residual and more than LARGE_STEP rows, the result replaces ``x_TN``, too. ``into``: gets it as codes; what
+    is returned are its numbers, or x where it keeps none.
     """
     rows, width = x_TN.shape
-    out_TN = x_TN if residual_TN is not None and rows > LARGE_STEP else torch.empty_like(x_TN)
-    if rows == 0:
-        return out_TN
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows,)](
-        x_TN,
-        x_TN if residual_TN is None else residual_TN,
-        weight_N,
-        out_TN,
-        eps,
-        width,
-        BLOCK=block,
-        ADD=residual_TN is not None,
-        PDL=pdl,
-        num_warps=max(1, min(16, block // 512)),
-        launch_pdl=pdl,
-    )
+    out_TN = x_TN
+    if into is not None:
+        out_TN = x_TN if into.numbers is None else into.numbers
+    elif residual_TN is None or rows <= LARGE_STEP:
+        out_TN = torch.empty_like(x_TN)
+    if rows > 0:
+        block = triton.next_power_of_2(width)
+        _rms_norm_kernel[(rows,)](
+            x_TN,
+            x_TN if residual_TN is None else residual_TN,
+            weight_N,
+            out_TN,
+            *((x_TN, x_TN, 0) if into is None else into.memory),
+            eps,
+            width,
+            BLOCK=block,
+            ADD=residual_TN is not None,
+            NUMBERS=into is None or into.numbers is not None,
+            GROUP=0 if into is None else into.group,
+            PDL=pdl,
+            num_warps=max(1, min(16, block // 512)),
+            launch_pdl=pdl,
+        )
     return out_TN
 
 
@@ -140,17 +177,24 @@ def joined_norms(x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor,
     return out_TX
 
 
-def silu_mul(gate_up_T2I: Tensor, pdl: bool) -> Tensor:
-    """silu(first half) * second half, [T, I]."""
+def silu_mul(gate_up_T2I: Tensor, pdl: bool, into: Quantised | None = None) -> Tensor:
+    """silu(first half) * second half, [T, I]; with ``into`` its codes."""
     rows, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
-    out_TI = torch.empty(rows, width, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
-    if rows == 0:
-        return out_TI
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-        gate_up_T2I, out_TI, width, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl
-    )
-    return out_TI
+    group = 0 if into is None else into.group
+    memory = memory_of(into or torch.empty(rows, width, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device))
+    if rows > 0:
+        block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](
+            gate_up_T2I,
+            *memory,
+            width,
+            BLOCK=block,
+            GROUP=group,
+            PDL=pdl,
+            num_warps=max(1, min(16, block // 256)),
+            launch_pdl=pdl,
+        )
+    return memory[0]
 
 
 def relu2(x_TI: Tensor, pdl: bool) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.matmul.codes import quantised
 from models.kernels.matmul.epilogue import store_rows
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
+from parallel.comm.quantised import Activations, Quantised, memory_of
 
 COUNTERS = 8192  # tiles a launch may have when it splits K
 
@@ -31,6 +31,8 @@ COUNTERS = 8192  # tiles a launch may have when it splits K
 @triton.jit(do_not_specialize_on_alignment=["M"])  # any number of rows runs the code of its bucket
 def _skinny_kernel(
     x_ptr,
+    x_scale_ptr,  # float32 [K / SCALE_COLUMNS, x_pitch], where NARROW
+    x_pitch,
     residual_ptr,
     norm_ptr,
     weight_ptr,
@@ -54,7 +56,7 @@ def _skinny_kernel(
     STAGES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
-    NARROW: tl.constexpr,  # quantise activations, each row's BLOCK_K by themselves, and multiply 8-bit codes
+    NARROW: tl.constexpr,  # activations are codes, too, with a scale for each row and SCALE_COLUMNS
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -119,8 +121,9 @@ def _skinny_kernel(
             if blocked:
                 factor = tl.load(scales + (first + step * BLOCK_K) // SCALE_COLUMNS)[:, None]
             if NARROW:
-                x, most = quantised(x)
-                acc += tl.dot(w, tl.trans(x)) * (factor * most[None, :])
+                group = (first + step * BLOCK_K) // SCALE_COLUMNS
+                x_scale = tl.load(x_scale_ptr + group * x_pitch + rows, mask=rows < M, other=0.0)
+                acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
             else:
                 acc += tl.dot(w.to(x.dtype), tl.trans(x)) * factor
     if PDL and LATE:
@@ -167,7 +170,7 @@ def workspace_floats(rows: int, weight_rows: int, block_m: int, block_o: int, sp
 
 
 def skinny(
-    x_MK: Tensor,
+    x_MK: Activations,
     weight_OK: Tensor,
     bias_O: Tensor | None,
     partial: Tensor,
@@ -175,7 +178,6 @@ def skinny(
     *,
     scale: Tensor | None = None,
     block: tuple[int, int] = (0, 0),
-    narrow: bool = False,
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     residual_MK: Tensor | None = None,
@@ -197,18 +199,20 @@ def skinny(
     ``block_o`` must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32 holds
     workspace_floats(...) at least, ``counters`` int32 [COUNTERS] is zero and is left zero; both are for one stream.
     ``scale`` float32: of 8-bit weights, one a ``block`` of rows and columns, whose columns are a multiple of
-    ``block_k`` or all. ``narrow``: activations are quantised, too, each row's ``block_k`` columns by themselves.
+    ``block_k`` or all. x may be codes then, without norm and residual, with scales of as many columns.
     """
     rows, inner = x_MK.shape
     weight_rows = weight_OK.shape[0]
     out_width = weight_rows // (2 if gate_up else 1)
-    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
-    residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
+    x, *x_scale = memory_of(x_MK)
+    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x.device)
+    residual_out_MK = x if residual_MK is None else torch.empty_like(residual_MK)
     grid = (weight_rows // block_o, split, triton.cdiv(rows, block_m))
     _skinny_kernel[grid](
-        x_MK,
-        x_MK if residual_MK is None else residual_MK,
-        x_MK if norm_K is None else norm_K,
+        x,
+        *x_scale,
+        x if residual_MK is None else residual_MK,
+        x if norm_K is None else norm_K,
         weight_OK,
         weight_OK if scale is None else scale,
         weight_OK if bias_O is None else bias_O,
@@ -228,7 +232,7 @@ def skinny(
         STAGES=stages,
         SCALE_ROWS=block[0],
         SCALE_COLUMNS=block[1] or inner,
-        NARROW=narrow,
+        NARROW=isinstance(x_MK, Quantised),
         NORM=norm_K is not None,
         ADD=residual_MK is not None,
         GATE_UP=gate_up,

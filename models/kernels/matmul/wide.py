@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.traits import TALL_ROWS
+from parallel.comm.quantised import Activations
 
 
 @triton.jit
@@ -156,7 +157,8 @@ def _wide_kernel(
     x_desc,  # boxes of [BLOCK_M, BLOCK_K]
     first_desc,  # boxes of [FIRST, BLOCK_K], or [2, FIRST / 2, BLOCK_K] of [gate | up, outputs, K] when GATE_UP
     rest_desc,  # the same with REST
-    x_scale_ptr,  # float32 [K / SCALE_COLUMNS, M], where SCALE_ROWS
+    x_scale_ptr,  # float32 [K / SCALE_COLUMNS, x_pitch], where SCALE_ROWS
+    x_pitch,
     weight_ptr,
     scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
     bias_ptr,
@@ -208,7 +210,7 @@ def _wide_kernel(
     for k in tl.range(start, start + K // SPLIT, BLOCK_K, num_stages=STAGES):
         x = x_desc.load([0, k])
         group = k // SCALE_COLUMNS
-        x_scales = x_scale_ptr + group * M
+        x_scales = x_scale_ptr + group * x_pitch
         tile_rows = _tile(first_desc, first, k, FIRST, BLOCK_K, GATE_UP)
         acc = _add(acc, x, tile_rows, x_scales, rows, M, scales + group, scaled, TALL_TOKENS)
         if REST > 0:
@@ -255,16 +257,14 @@ def workspace_floats(weight_rows: int, block_m: int, split: int) -> int:
 
 
 def wide(
-    x_MK: Tensor,
+    x_MK: Activations,
     weight_OK: Tensor,
     bias_O: Tensor | None,
     partial: Tensor,
     counters: Tensor,
     *,
-    x_scale_GM: Tensor | None = None,
     scale: Tensor | None = None,
     block: tuple[int, int] = (0, 0),
-    dtype: torch.dtype | None = None,
     gate_up: bool = False,
     block_m: int,
     block_o: int,
@@ -280,14 +280,15 @@ def wide(
 
     ``block_o`` (see ``sums_of``) must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32
     holds workspace_floats(...) at least, ``counters`` int32, one a tile, is zero and is left zero; both are for one
-    stream. Where x and weights are 8-bit codes: ``x_scale_GM`` float32 [K / columns, M], ``scale`` float32, one a
-    ``block`` of rows and columns, whose columns are a multiple of ``block_k`` or all; ``dtype`` is that of y.
+    stream. Where x and weights are 8-bit codes: ``scale`` float32, one a ``block`` of rows and columns, which are a
+    multiple of ``block_k`` or all; x has scales of as many columns.
     """
     rows, inner = x_MK.shape
     weight_rows = weight_OK.shape[0]
     first, rest = sums_of(block_o)
     out_width = weight_rows // (2 if gate_up else 1)
-    out_MO = torch.empty(rows, out_width, dtype=dtype or x_MK.dtype, device=x_MK.device)
+    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=weight_OK.device)
+    x, *x_scale = (x_MK, weight_OK, 0) if isinstance(x_MK, Tensor) else (x_MK.codes[:rows], *x_MK.memory[1:])
 
     def boxes(size: int) -> TensorDescriptor:
         if gate_up:
@@ -295,10 +296,10 @@ def wide(
         return TensorDescriptor.from_tensor(weight_OK, [size, block_k])
 
     _wide_kernel[weight_rows // block_o, split](
-        TensorDescriptor.from_tensor(x_MK, [block_m, block_k]),
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
         boxes(first),
         boxes(rest or first),
-        weight_OK if x_scale_GM is None else x_scale_GM,
+        *x_scale,
         weight_OK,
         weight_OK if scale is None else scale,
         weight_OK if bias_O is None else bias_O,

@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.recurrent.conv import silu
+from parallel.comm.quantise_triton import store_codes
+from parallel.comm.quantised import Quantised, memory_of
 
 # Batch-invariant: a token by itself
 
@@ -47,16 +49,25 @@ def _gated_norm_kernel(
 
 
 @triton.jit
-def _sigmoid_mul_kernel(x_ptr, gate_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sigmoid_mul_kernel(
+    x_ptr, gate_ptr, out_ptr, scale_ptr, pitch, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
+    """GROUP: as in matmul/norm.py's SiLU-mul."""
     row = tl.program_id(0).to(tl.int64) * width
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
     mask = cols < width
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + cols, (x * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty)
+    if GROUP == 0:
+        tl.store(out_ptr + row + cols, out, mask=mask)
+    else:
+        rows = tl.program_id(0) + tl.arange(0, 1)
+        store_codes(out[None, :], rows, first, out_ptr, scale_ptr, pitch, tl.num_programs(0), width, GROUP)
 
 
 @triton.jit
@@ -102,17 +113,26 @@ def gated_norm_(x_TX: Tensor, z_TX: Tensor, norm_V: Tensor, eps: float, pdl: boo
     return x_TX
 
 
-def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor, pdl: bool) -> Tensor:
-    """x * sigmoid(gate), [T, X]."""
+def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor, pdl: bool, into: Quantised | None = None) -> Tensor:
+    """x * sigmoid(gate), [T, X]; with ``into`` its codes."""
     x_TX, gate_TX = x_TX.contiguous(), gate_TX.contiguous()
     tokens, width = x_TX.shape
-    out_TX = torch.empty_like(x_TX)
+    group = 0 if into is None else into.group
+    memory = memory_of(into or torch.empty_like(x_TX))
     if tokens:
-        block = min(1024, triton.next_power_of_2(width))
+        block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
         _sigmoid_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x_TX, gate_TX, out_TX, width, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl
+            x_TX,
+            gate_TX,
+            *memory,
+            width,
+            BLOCK=block,
+            GROUP=group,
+            PDL=pdl,
+            num_warps=max(1, min(16, block // 256)),
+            launch_pdl=pdl,
         )
-    return out_TX
+    return memory[0]
 
 
 def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor, pdl: bool) -> Tensor:

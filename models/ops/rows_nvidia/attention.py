@@ -34,9 +34,11 @@ from models.kernels.attention.decode_choice import (
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill import RepeatedTiles, Tiles
 from models.kernels.interface import Rotation
+from models.kernels.matmul import codes
 from models.ops.rows_nvidia.dense import with_pdl
 from models.ops.rows_reference import attention as in_torch
 from models.ops.table import INVARIANT, Key, Row, Run, plain
+from parallel.comm.quantised import Activations, Quantised
 
 MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
 _MOST_FEW = 255  # tokens for rope_decode.py; from 256 rope_prefill.py was faster on an H200, fewer were not tried
@@ -94,7 +96,7 @@ class AttendCall(NamedTuple):
     inputs: DecodeAttention
     scale: float
     rotation: Rotation | None
-    out_THD: Tensor | None
+    out_THD: Activations | None
 
     @property
     def step(self) -> tuple[DecodeAttention, int, Tensor]:
@@ -126,11 +128,11 @@ def _attend_key(
     inputs: DecodeAttention,
     scale: float,
     rotation: Rotation | None,
-    out_THD: Tensor | None,
+    out_THD: Activations | None,
 ) -> tuple[object, ...]:
     work = inputs.work
     rule = (work.rule, True) if isinstance(work, DecodeWork) else (work, False)
-    return *_step_key(inputs, heads, kv_layer), *rule, rotation is None, out_THD is None
+    return *_step_key(inputs, heads, kv_layer), *rule, rotation is None, type(out_THD)
 
 
 def _plan(ops: Any, call: tuple[DecodeAttention, int, Tensor]) -> Run:
@@ -225,20 +227,46 @@ def _attend_in_torch(ops: Any) -> Run:
     )
 
 
+def _attend(ops: Any, heads: int, kv_layer: Tensor, into: Quantised | None, *call: Any) -> Tensor:
+    """``call``: q or qkv, inputs, scale, rotation. Kernels quantise where a head is a group."""
+    q_TX, *rest = call
+    here = into is not None and into.group == kv_layer.shape[4] and q_TX.dtype == torch.bfloat16
+    out: Tensor = ops.attend(q_TX, heads, kv_layer, *rest, into if here else None)
+    return out if into is None or here else codes.quantise(out.flatten(1), into.group, ops.pdl, into).codes
+
+
 def _decode(ops: Any) -> Run:
-    return lambda q_THD, kv_layer, inputs, scale, out_THD=None: ops.attend(
-        q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD
-    )
+    def decode_attention(
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+        *,
+        into: Quantised | None = None,
+    ) -> Tensor:
+        if into is not None:
+            return _attend(ops, q_THD.shape[1], kv_layer, into, q_THD, inputs, scale, None)
+        out: Tensor = ops.attend(q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD)
+        return out
+
+    return decode_attention
 
 
 def _rotating(ops: Any, call: tuple[bool, bool, bool]) -> Run:
-    return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale: ops.attend(
-        qkv_TX, heads, kv_layer, inputs, scale, rotation, None
+    return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale, into=None: _attend(
+        ops, heads, kv_layer, into, qkv_TX, inputs, scale, rotation
     )
 
 
 def _rotating_call(
-    qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float
+    qkv_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    rotation: Rotation,
+    inputs: DecodeAttention,
+    scale: float,
+    into: Quantised | None = None,
 ) -> tuple[bool, bool, bool]:
     fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= MOST_FLOAT32_ROWS
     return inputs.query_len == 1, _even(rotation), fits
@@ -256,7 +284,13 @@ def _decode_same_bits(ops: Any) -> Run:
     memory, multiprocessors, pdl = (ops.attention_sums, ops.attention_counters), ops.traits.multiprocessors, ops.pdl
 
     def decode_attention(
-        q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeAttention,
+        scale: float,
+        out_THD: Tensor | None = None,
+        *,
+        into: None = None,
     ) -> Tensor:
         _require_head_dim(kv_layer)
         return invariant.decode_attention(

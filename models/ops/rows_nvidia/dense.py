@@ -18,6 +18,7 @@ from models.kernels import embedding
 from models.kernels.matmul import codes, invariant, norm
 from models.kernels.recurrent import gates
 from models.ops.table import INVARIANT, Key, Row, Run
+from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight
 
 Bind = Callable[..., Run]
@@ -34,14 +35,16 @@ def _vocab_rows(ops: Any) -> Run:
 
 def _rms_norm(ops: Any) -> Run:
     pdl = ops.pdl
-    return lambda x_TN, weight_N, eps: norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, pdl)
+    return lambda x_TN, weight_N, eps, into=None: norm.rms_norm(x_TN.contiguous(), None, weight_N, eps, pdl, into)
 
 
 def _add_rms_norm(ops: Any) -> Run:
     pdl = ops.pdl
 
-    def add_rms_norm(x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, pdl), residual_TN
+    def add_rms_norm(
+        x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float, into: Quantised | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm(x_TN.contiguous(), residual_TN, weight_N, eps, pdl, into), residual_TN
 
     return add_rms_norm
 
@@ -62,7 +65,7 @@ def _invariant_product(*, gate_up: bool) -> Bind:
     def bind(ops: Any) -> Run:
         sums, counters, shared_bytes, pdl = ops.sums, ops.counters, ops.traits.shared_bytes, ops.pdl
 
-        def product(x_TN: Tensor, weight: Weight) -> Tensor:
+        def product(x_TN: Tensor, weight: Weight, into: None = None) -> Tensor:
             if weight.parts:
                 found = torch.cat([product(x_TN, part) for part in weight.parts], -1)
                 return norm.silu_mul(found, pdl) if gate_up else found
@@ -89,7 +92,10 @@ ROWS = (
     _invariant("gated_add", with_pdl(gates.gated_add)),
     *(
         Row(op, lambda ops, op=op: getattr(ops.matmul, op))
-        for op in ("linear", "linear_push", "add_norm_linear", "gate_up", "add_norm_gate_up", "gate_up_down")
+        for op in (
+            *("linear", "linear_push", "add_norm_linear", "gate_up", "add_norm_gate_up", "gate_up_down"),
+            "quantised_for",
+        )
     ),
     Row(
         "router_logits",

@@ -8,8 +8,9 @@ or how a kernel computes. Each row serves x W^T (+ bias); what its ``form`` lack
     pushes   the result goes into the peers' buffers, too
 
 ``ops`` of these rows is the TunedProducts; ``call`` a LinearShape; ``config`` a Choice. What ``bind`` returns is called
-with (x, weight, residual, norm, eps, buffers), the last four optional, and returns (result, x + residual). It serves
-every shape of that choice and form (tuned.py shares it): what depends on a matrix comes from ``weight``.
+with (x, weight, residual, norm, eps, buffers, into), the last five optional, and returns (result, x + residual). It
+serves every shape of that choice and form (tuned.py shares it): what depends on a matrix comes from ``weight``.
+A choice that ``reads_codes`` gets x as ``Quantised``: made by the norm, or by what made x, else in a separate launch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from models.kernels.matmul.choice_table import (
 )
 from models.ops.table import Row, Run
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Activations, Quantised, numbers_of
 from parallel.layers.weight import Weight
 
 MAX_PUSHED_ROWS = 32  # on two H200s steps of 128 and 256 rows got longer by pushing
@@ -53,44 +55,90 @@ _ALGORITHMS = 40  # of cuBLASLt, in a full search; a start-up tries the first fe
 Product = Callable[..., tuple[Tensor, Tensor]]
 
 
-def product(products: Any, shape: LinearShape, choice: Choice) -> tuple[Product, bool]:
-    """(what runs ``shape`` by ``choice``, whether it pushes its result where it is given buffers)."""
+def reads_codes(shape: LinearShape, choice: Choice) -> bool:
+    """Whether activations are quantised before ``choice`` multiplies them."""
+    narrow = isinstance(choice, (Scaled, Wide)) or (isinstance(choice, Skinny) and choice.narrow)
+    return narrow and shape.block is not None
+
+
+def product(products: Any, shape: LinearShape, choice: Choice, into: bool = False) -> tuple[Product, bool]:
+    """(what runs ``shape`` by ``choice``, whether it pushes its result where it is given buffers). ``into``: it gets
+    memory for codes.
+    """
     row = ROWS[type(choice)]
     run = row.bind(products, shape, choice)
+    if shape.block is not None and not reads_codes(shape, choice):
+        run = partial(_of_numbers, run)
     if shape.gate_up and "gate_up" not in row.form:
         run = partial(_then_silu, run, products.pdl)
+    elif into:
+        run = partial(_then_codes, run, products.pdl)
     if shape.normed and not ("normed" in row.form and getattr(choice, "fold", True)):
-        run = partial(_after_norm, run, products.pdl)
+        run = partial(_after_norm, run, products.pdl, reads_codes(shape, choice))
     return run, "pushes" in row.form and shape.rows <= MAX_PUSHED_ROWS
 
 
 def _after_norm(
-    run: Product, pdl: bool, x_MK: Tensor, weight: Weight, residual_MK: Tensor | None, norm_K: Tensor, eps: float
+    run: Product,
+    pdl: bool,
+    coded: bool,
+    x_MK: Tensor,
+    weight: Weight,
+    residual_MK: Tensor | None,
+    norm_K: Tensor,
+    eps: float,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """May overwrite ``residual`` and, in large steps, ``x`` (norm.py)."""
-    hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, pdl)
-    return run(hidden_MK, weight)[0], x_MK if residual_MK is None else residual_MK
+    codes_MK = None
+    if coded:
+        codes_MK = Quantised.empty(x_MK.shape[0], weight.inner, codes.group_of(weight), x_MK.dtype, x_MK.device)
+    hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, pdl, codes_MK)
+    return run(codes_MK or hidden_MK, weight, **options)[0], x_MK if residual_MK is None else residual_MK
 
 
-def _then_silu(run: Product, pdl: bool, x_MK: Tensor, weight: Weight, **options: Any) -> tuple[Tensor, Tensor]:
+def _of_numbers(run: Product, x_MK: Activations, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return run(numbers_of(x_MK), *rest, **options)
+
+
+def _then_silu(
+    run: Product, pdl: bool, x_MK: Activations, weight: Weight, into: Quantised | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     out_MO, total_MK = run(x_MK, weight, **options)
-    return norm.silu_mul(out_MO, pdl), total_MK
+    return norm.silu_mul(out_MO, pdl, into), total_MK
+
+
+def _then_codes(
+    run: Product, pdl: bool, x_MK: Activations, *norm: Any, into: Quantised, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Tiles so wide that they have whole groups of their result were slower than this launch on an H200."""
+    out_MO, total_MK = run(x_MK, *norm, **options)
+    return codes.quantise(out_MO, into.group, pdl, into).codes, total_MK
+
+
+def _as_codes(x_MK: Activations, weight: Weight, pdl: bool) -> Quantised:
+    group = codes.group_of(weight)
+    if isinstance(x_MK, Quantised) and x_MK.group == group:
+        return x_MK
+    return codes.quantise(numbers_of(x_MK), group, pdl)
 
 
 def _fused(kernel: Product) -> Product:
     """Of a kernel that takes everything in one launch."""
 
     def run(
-        x_MK: Tensor,
+        x_MK: Activations,
         weight: Weight,
         residual_MK: Tensor | None = None,
         norm_K: Tensor | None = None,
         eps: float = 0.0,
         buffers: PeerBuffers | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        scaled = {"scale": weight.scale, "block": weight.format.block} if weight.scale is not None else {}
+        if weight.scale is not None:
+            options |= {"scale": weight.scale, "block": weight.format.block}
         return kernel(
-            x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers, **scaled
+            x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers, **options
         )
 
     return run
@@ -103,19 +151,21 @@ def _gemv(products: Any, shape: LinearShape, choice: Gemv) -> Run:
 
 
 def _skinny(products: Any, shape: LinearShape, choice: Skinny) -> Run:
-    return _fused(partial(skinny.skinny, **_shared(products, shape, choice)))
+    run, pdl = _fused(partial(skinny.skinny, **_shared(products, shape, choice))), products.pdl
+    if not choice.narrow:
+        return run
+    return lambda x_MK, weight, **options: run(_as_codes(x_MK, weight, pdl), weight, **options)
 
 
 def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
     kernel: Run = partial(wide.wide, **_shared(products, shape, choice))
     pdl = products.pdl
 
-    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
+    def run(x_MK: Activations, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Any]:
         if weight.format.block is None:
             return kernel(x_MK, weight.data, weight.bias), x_MK
-        codes_MK, scales_GM = codes.quantise(x_MK, weight.format.block[1] or weight.inner, pdl)
-        scaled = {"x_scale_GM": scales_GM, "scale": weight.scale, "block": weight.format.block, "dtype": x_MK.dtype}
-        return kernel(codes_MK, weight.data, weight.bias, **scaled), x_MK
+        scaled = {"scale": weight.scale, "block": weight.format.block}
+        return kernel(_as_codes(x_MK, weight, pdl), weight.data, weight.bias, **scaled), x_MK
 
     return run
 
@@ -123,13 +173,13 @@ def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
 def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
     pdl = products.pdl
 
-    def run(x_MK: Tensor, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
-        rows, block = x_MK.shape[0], weight.format.block
+    def run(x_MK: Activations, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Any]:
+        block = weight.format.block
         assert weight.scale is not None
         assert block is not None
-        codes_MK, scales_GM = codes.quantise(x_MK, block[1] or weight.inner, pdl, -(-rows // 16) * 16)
-        scales = (scales_GM.t(), weight.scale.t()) if block[1] else (scales_GM.view(-1, 1), weight.scale.view(1, -1))
-        out_MO = torch._scaled_mm(codes_MK, weight.data.t(), *scales, out_dtype=x_MK.dtype)[:rows]
+        x = _as_codes(x_MK, weight, pdl)
+        scales = (x.scale.t(), weight.scale.t()) if block[1] else (x.scale.view(-1, 1), weight.scale.view(1, -1))
+        out_MO = torch._scaled_mm(x.codes, weight.data.t(), *scales, out_dtype=x.dtype)[: x.tokens]
         return (out_MO if weight.bias is None else out_MO + weight.bias), x_MK
 
     return run
@@ -147,7 +197,8 @@ def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
 def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[str, Any]:
     """What both take: workspaces, the form, the configuration."""
     given = dataclasses.asdict(choice)
-    given.pop("fold", None)
+    for field in ("fold", "narrow"):
+        given.pop(field, None)
     spaces = {"partial": products._partial, "counters": products._counters, "pdl": products.pdl}
     return {"gate_up": shape.gate_up, **spaces, **given}
 
@@ -242,8 +293,10 @@ def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured:
         return _WORKSPACE
     if shape.block is not None:
         columns = shape.block[1] or shape.inner
-        if columns % choice.block_k or shape.inner % choice.block_k or (choice.narrow and columns != choice.block_k):
+        if columns % choice.block_k or shape.inner % choice.block_k or (choice.narrow and not _whole_groups(shape)):
             return _BLOCK
+        if choice.narrow and choice.fold:
+            return "a norm in the kernel, where codes are read"
         if reason := _activations_refuse(products, narrow=choice.narrow):
             return reason
     elif choice.narrow:
@@ -256,7 +309,7 @@ def _wide_refuses(products: Any, shape: LinearShape, choice: Wide, measured: int
         return f"more than {choice.block_m} rows, or a GPU without TMA"
     if shape.block is not None:
         columns = shape.block[1] or shape.inner
-        if columns % choice.block_k or shape.inner % columns:
+        if columns % choice.block_k or not _whole_groups(shape):
             return _BLOCK
         if reason := _activations_refuse(products, narrow=True):
             return reason
@@ -271,6 +324,12 @@ def _shared_memory_refuses(products: Any, shape: LinearShape, choice: Skinny | W
     tile = choice.stages * choice.block_k * (choice.block_m + choice.block_o) * shape.dtype.itemsize
     fits = products._measured_here or tile <= products.traits.shared_bytes
     return None if fits else "too little shared memory"
+
+
+def _whole_groups(shape: LinearShape) -> bool:
+    """Whether activations are quantised for ``shape``: groups are powers of two, or rows."""
+    columns = shape.block[1] if shape.block else 0
+    return columns == 0 or (columns & (columns - 1) == 0 and shape.inner % columns == 0)
 
 
 _WORKSPACE = "too little workspace"

@@ -26,6 +26,7 @@ from models.kernels.interface import Rotation
 from models.ops.contract import Ops
 from models.ops.rows_reference.dense import rms_norm
 from models.ops.table import INVARIANT, Row, Run, composed, plain
+from parallel.comm.quantised import Quantised
 
 
 class HostLengths:
@@ -61,7 +62,13 @@ def rope_and_cache(rms_norm: Run, qkv_TX: Tensor, heads: int, kv_layer: Tensor, 
 
 
 def decode_attention(
-    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    out_THD: Tensor | None = None,
+    *,
+    into: None = None,
 ) -> Tensor:
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if inputs.starts_B is not None and inputs.queries_B is not None:
@@ -69,7 +76,7 @@ def decode_attention(
             out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token
         return _decode_ragged(q_THD, kv_layer, inputs, scale, out_THD)
     if out_THD is not None:
-        return into(out_THD, decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
+        return written(out_THD, decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
     longest = inputs.max_kv_length
     if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
         longest = max(1, int(inputs.kv_lengths_B.max()))
@@ -132,7 +139,7 @@ def _prefill_row(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, 
     return _attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale)[0]
 
 
-def into(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:
+def written(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:
     """``out_THD`` with the rows' tokens copied from ``found_THD``; see Ops.decode_attention."""
     first_THD = out_THD[: found_THD.shape[0]]
     if inputs.skip_empty:
@@ -184,10 +191,17 @@ def mixed_attention(ops: Ops, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAtte
 
 
 def rope_cache_attend(
-    ops: Ops, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float
+    ops: Ops,
+    qkv_TX: Tensor,
+    heads: int,
+    kv_layer: Tensor,
+    rotation: Rotation,
+    inputs: DecodeAttention,
+    scale: float,
+    into: Quantised | None = None,
 ) -> Tensor:
     q_THD = ops.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
-    return ops.decode_attention(q_THD, kv_layer, inputs, scale)
+    return ops.decode_attention(q_THD, kv_layer, inputs, scale, into=into)
 
 
 ROWS: tuple[Row, ...] = (

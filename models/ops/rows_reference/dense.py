@@ -1,6 +1,7 @@
 """Rows of dense ops in plain torch, and of those that are compositions of others on every device.
 
-Knows: the arithmetic, in float32 inside whatever the dtype. Does not know: optimisations.
+Knows: the arithmetic, in float32 inside whatever the dtype. Does not know: optimisations; activations are never
+``Quantised``, but rounded as if they were, before a product.
 Shape letters as in models/ops/contract.py.
 """
 
@@ -18,13 +19,13 @@ from parallel.comm.peer_buffers import PeerBuffers
 from parallel.layers.weight import Weight
 
 
-def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> Tensor:
     x = x_TN.float()
     normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype)
     return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
 
 
-def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
     gate, up = gate_up_T2I.chunk(2, dim=-1)
     return F.silu(gate.float()).to(gate.dtype) * up
 
@@ -56,7 +57,7 @@ def vocab_rows(weight: Weight, ids_T: Tensor, first: int, held: int) -> Tensor:
     return F.embedding(local_T.masked_fill(foreign_T, 0), weight.data).masked_fill(foreign_T.unsqueeze(-1), 0.0)
 
 
-def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor) -> Tensor:
+def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor, *, into: None = None) -> Tensor:
     return (x_TX * gate_TX.to(torch.promote_types(gate_TX.dtype, torch.float32)).sigmoid()).to(x_TX.dtype)
 
 
@@ -69,7 +70,9 @@ def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> 
 # ---- compositions ----
 
 
-def add_rms_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    ops: Ops, x_TN: Tensor, residual_TN: Tensor, weight_N: Tensor, eps: float, into: None = None
+) -> tuple[Tensor, Tensor]:
     residual_TN = x_TN + residual_TN
     return ops.rms_norm(residual_TN, weight_N, eps), residual_TN
 
@@ -89,12 +92,18 @@ def add_norm_linear(
     return ops.linear(hidden_TN, weight), residual_TN
 
 
-def gate_up(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
+def gate_up(ops: Ops, x_TN: Tensor, weight: Weight, into: None = None) -> Tensor:
     return ops.silu_mul(ops.linear(x_TN, weight))
 
 
 def add_norm_gate_up(
-    ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
+    ops: Ops,
+    x_TN: Tensor,
+    residual_TN: Tensor | None,
+    norm_N: Tensor,
+    eps: float,
+    weight: Weight,
+    into: None = None,
 ) -> tuple[Tensor, Tensor]:
     hidden_TN, residual_TN = _add_norm(ops, x_TN, residual_TN, norm_N, eps)
     return ops.gate_up(hidden_TN, weight), residual_TN

@@ -38,11 +38,11 @@ def one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None =
     return out
 
 
-def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> Tensor:
     return one_by_one(lambda x_1N: dense.rms_norm(x_1N, weight_N, eps), x_TN)
 
 
-def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
     out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
     return one_by_one(dense.silu_mul, gate_up_T2I, out_TI)
 
@@ -66,7 +66,13 @@ def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> 
 
 
 def decode_attention(
-    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    out_THD: Tensor | None = None,
+    *,
+    into: None = None,
 ) -> Tensor:
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if out_THD is None:

@@ -64,6 +64,7 @@ def test_this_machine_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__.startswith(facts["Software"]["torch"])
     assert 0 < facts["Control plane"]["agree_p50_us"] <= facts["Control plane"]["agree_p99_us"]
     assert facts["Kernels"]["chosen"], "the kernels that would run"
+    assert "--fp8-activations" in facts["Kernels"]["fp8_weights"]
     assert all(f["advice"] for s in said["sections"] for f in s["findings"] if f["level"] in ("warning", "error"))
 
 

@@ -40,6 +40,7 @@ from models.ops.tuned import shipped_choices
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
 from parallel.layers.weight import Weight, fp8
 from runtime.execute.cache.block_copy_triton import copy_blocks
@@ -373,19 +374,44 @@ def late_products(driver: CompilingDriver) -> None:
 
 
 def fp8_products(driver: CompilingDriver) -> None:
-    """Products of FP8 weights: activations as they are, quantised in the kernel, and before it; weights decoded."""
+    """Steps with FP8 weights: activations as they are, or as codes made by norms, SiLU-mul, attention and all-reduces;
+    and what these steps do not choose."""
+    rank = Rank(driver, "8b-fp8")
+    for rows in (1, 16, 128):
+        rank.decode(rows)
+    rank.prefill(255)
+    rank.several_queries(16, 4, codes=True)
+    Rank(driver, "8b-fp8", balanced=False).decode(128)
+    Rank(driver, "8b-fp8", tp=2).decode(32)
     driver.where = "FP8"
     kernels, form = nvidia_kernels(META), fp8(128, 128)
     for choice, rows in (
-        (Gemv(4, 1024, 4), 1),
         (Skinny(16, 64, 128, 4, 4, 4, 128), 16),
-        (Skinny(16, 64, 128, 4, 4, 4, 128, narrow=True), 16),
+        (Wide(64, 128, 128, 1, 4, 4, 0), 64),
         (Wide(128, 64, 128, 1, 4, 4, 0), 128),
         (Decoded(), 128),
     ):
         codes = torch.empty(4096, 4096, dtype=form.dtype, device=META)
         weight = Weight(codes, form, None, torch.empty(form.grid(4096, 4096), device=META))
         kernels.matmul.run(torch.empty(rows, 4096, dtype=torch.bfloat16, device=META), weight, choice, gate_up=False)
+    for tokens, inner, block in ((32, 768, (128, 128)), (512, 768, (128, 128)), (64, 384, (1, 0))):
+        form, x = fp8(*block), torch.empty(tokens, 2048, dtype=torch.bfloat16, device=META)
+        up, down = (
+            Weight(
+                torch.empty(128, *sizes, dtype=form.dtype, device=META),
+                form,
+                None,
+                torch.empty(128, *form.grid(*sizes), device=META),
+            )
+            for sizes in ((2 * inner, 2048), (2048, inner))
+        )
+        chosen = torch.zeros(tokens, 8, dtype=torch.int32, device=META)
+        kernels.expert_mlp(x, up, down, chosen.float(), chosen, all_experts=128)
+    x = torch.empty(32, 4096, dtype=torch.bfloat16, device=META)
+    for group in (128, 4096):
+        into = Quantised.empty(32, 4096, group, x.dtype, META)
+        kernels.sigmoid_mul(x, x, into=into)
+        kernels.silu_mul(torch.cat((x, x), 1), into=into)
 
 
 def all_reduces(driver: CompilingDriver, *sizes: int) -> None:

@@ -25,12 +25,14 @@ from models.kernels import bandwidth_probe
 from models.kernels.attention import decode
 from models.kernels.attention.decode_work import even_rule
 from models.kernels.interface import Rotation
-from models.kernels.matmul import candidates
+from models.kernels.matmul import candidates, codes
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.ops.tuned import TunedProducts
+from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
@@ -87,6 +89,40 @@ def rows(kernels: Nvidia) -> None:
         for first, held in ((16, 24), (0, 16), (40, 0)):
             found = kernels.vocab_rows(table, ids, first, held)
             assert torch.equal(found, REFERENCE.vocab_rows(table, ids, first, held)), ("vocab rows", first, dtype)
+
+
+def rows_as_codes(kernels: Nvidia) -> None:
+    """What makes activations quantises them. The interpreter rounds some codes otherwise than GPUs do."""
+
+    def check_codes(found: Quantised, numbers: Tensor, what: object) -> None:
+        scale = found.scale[:, : found.tokens].t().unsqueeze(-1)
+        meant = found.codes[: found.tokens].float().view(found.tokens, -1, found.group) * scale
+        expected = simulated(numbers, found.group).view(found.tokens, -1, found.group)
+        most = numbers.float().view(found.tokens, -1, found.group).abs().amax(-1, keepdim=True)
+        torch.testing.assert_close(scale, most.clamp(min=1e-10) / 448, msg=lambda text: f"{what}: {text}")
+        wrong = (meant - expected).abs() > 1e-3 * most
+        assert float(wrong.float().mean()) < 0.1, what
+
+    for tokens, width, group in ((3, 256, 128), (2, 96, 96), (5, 192, 32)):
+        x, residual, norm, gate_up = (
+            randn(n, many, dtype=torch.float16)
+            for n, many in ((tokens, width), (tokens, width), (1, width), (tokens, 2 * width))
+        )
+        for numbers in (False, True):
+            into = Quantised.empty(tokens, width, group, x.dtype, "cpu", numbers=numbers)
+            expected, total = kernels.add_rms_norm(x, residual.clone(), norm[0], 1e-6)
+            kept = residual.clone()
+            norm_kernels.rms_norm(x, kept, norm[0], 1e-6, False, into)
+            check_codes(into, expected, ("norm", width, group))
+            assert torch.equal(kept, total)
+            assert into.numbers is None or torch.equal(into.numbers, expected)
+        into = Quantised.empty(tokens, width, group, x.dtype, "cpu")
+        kernels.silu_mul(gate_up, into=into)
+        check_codes(into, kernels.silu_mul(gate_up), ("SiLU-mul", width, group))
+        kernels.sigmoid_mul(x, residual, into=into)
+        check_codes(into, kernels.sigmoid_mul(x, residual), ("gate", width, group))
+        codes.quantise(x, group, False, into)
+        check_codes(into, x, ("alone", width, group))
 
 
 def some(shape: LinearShape) -> list[Choice]:
@@ -288,6 +324,7 @@ def engine(kernels: Nvidia) -> None:
 
 PARTS: tuple[Callable[[Nvidia], None], ...] = (
     rows,
+    rows_as_codes,
     products,
     reading,
     attention,

@@ -26,9 +26,11 @@ from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.ops import nvidia, tuned
 from models.registry import model_class
+from models.weights import without_memory
 from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Quantised
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS, default_buckets
@@ -127,11 +129,18 @@ class FirstRank(Collectives):
         return x_TN if self._kernel_for(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         kernel = self.dispatch.pushed if pushed else self._kernel_for(x_TN)
         assert kernel is not None
-        return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps)
+        return kernel(x_TN, residual_TN=residual_TN, norm_N=norm_N, eps=eps, into=into)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x if self.size == 1 else x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
@@ -167,9 +176,11 @@ class Rank:
         if same_bits:
             self._name = f"deterministic {self._name}"
             self.kernels = invariant_nvidia_kernels(META)
-        with META:
-            build = model_class(config.architecture)
-            self.model = build(config, ModelContext(FirstRank(tp), self.kernels, dtype, ExpertSplit(whole=ep)))
+        build, split = model_class(config.architecture), ExpertSplit(whole=ep)
+        self.model = without_memory(
+            lambda plan: build(config, ModelContext(FirstRank(tp), self.kernels, dtype, split, plan=plan)),
+            config.quantization,
+        )
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         zeros = partial(torch.zeros, device=META)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=zeros, pinned=zeros, compute=compute))
@@ -218,8 +229,11 @@ class Rank:
         lengths = (tokens // rows,) * rows
         self._prefill.work.prefill(chunks, Lengths(lengths, lengths), GREEDY, scores)
 
-    def several_queries(self, rows: int, query_len: int, *, tree: bool = False, absent: bool = False) -> None:
-        """Decode attention of ``query_len`` tokens a row, a chain or a ``tree``. ``absent``: rows may be."""
+    def several_queries(
+        self, rows: int, query_len: int, *, tree: bool = False, absent: bool = False, codes: bool = False
+    ) -> None:
+        """Decode attention of ``query_len`` tokens a row, a chain or a ``tree``. ``absent``: rows may be. ``codes``:
+        the result is quantised."""
         self._driver.where = f"{self._name}, attention of {rows} x {query_len} queries"
         *_, dim = self._kv[0].shape
         heads = cast(Attention, self.model.layers[0].mixer).heads
@@ -228,7 +242,8 @@ class Rank:
         inputs = DecodeAttention(table, table[:, 0].contiguous(), query_len, 40960, skip_empty=absent, tree_BQ=seen)
         inputs = self.kernels.plan_decode(inputs, heads, self._kv[0])
         q = torch.empty(rows * query_len, heads, dim, dtype=self.model.dtype, device=META)
-        self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5)
+        into = Quantised.empty(len(q), heads * dim, dim, q.dtype, META) if codes else None
+        self.kernels.decode_attention(q, self._kv[0], inputs, dim**-0.5, into=into)
 
 
 def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | None = None) -> None:
@@ -240,8 +255,11 @@ def products(driver: CompilingDriver, table: ChoiceTable, rows: Iterable[str] | 
         choice = table.get(shape)
         if not isinstance(choice, Gemv | Skinny | Wide):
             continue
-        x, weight = (torch.empty(n, shape.inner, dtype=shape.dtype, device=META) for n in (shape.rows, shape.outputs))
-        kernels.matmul.runner(shape)(x, Weight.of(weight), choice)
+        x = torch.empty(shape.rows, shape.inner, dtype=shape.dtype, device=META)
+        weight = torch.empty(shape.outputs, shape.inner, dtype=shape.format.dtype, device=META)
+        grid = shape.format.grid(shape.outputs, shape.inner)
+        scale = None if shape.block is None else torch.empty(grid, device=META)
+        kernels.matmul.runner(shape)(x, Weight(weight, shape.format, None, scale), choice)
 
 
 def _now(work: Callable[[], None]) -> None:

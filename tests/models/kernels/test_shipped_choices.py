@@ -121,6 +121,8 @@ def test_beyond_256_rows_a_bucket_has_what_was_measured_for_it_or_cublas(path: P
         for rows in WIDE_BUCKETS:
             shape = LinearShape.from_key(f"{product} x{rows}")
             assert shape.rows == rows, "no other bucket's"
+            if shape.block is not None:
+                continue  # cuBLAS has none of FP8 weights
             near = (measured[n] for n in sorted(measured) if rows <= n <= rows * 1.25)
             runs = (
                 one for one in near if misfits(shape, one, lt) is None and (lt.flexible or one == measured.get(rows))

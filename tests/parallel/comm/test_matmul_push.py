@@ -12,6 +12,7 @@ from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Gemv, Lin
 from models.kernels.traits import H200
 from parallel.comm.collectives import Collectives, PendingAllReduce, SingleRank
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
+from parallel.comm.quantised import Quantised
 from parallel.layers.linear import RowParallel
 from parallel.layers.shard import ShardContext
 from parallel.layers.weight import Weight
@@ -36,7 +37,14 @@ class Told(SingleRank):
         return PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.all_reduces.append((x_TN, pushed))
         return x_TN, x_TN
@@ -116,7 +124,7 @@ def test_kernels_for_few_rows_push_few_rows(
     x, weight = torch.randn(rows, 8), Weight.of(torch.randn(4, 8))
     asked = []
 
-    def product(products: object, shape: LinearShape, choice: Choice) -> tuple[Any, bool]:
+    def product(products: object, shape: LinearShape, choice: Choice, into: bool) -> tuple[Any, bool]:
         def run(*given: object, buffers: PeerBuffers | None = None) -> tuple[Tensor, Tensor]:
             asked.append((*given, buffers))
             return x, x

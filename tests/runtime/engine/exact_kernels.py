@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import Rotation
-from models.ops.rows_reference.attention import into
+from models.ops.rows_reference.attention import written
 from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with
 
@@ -43,11 +43,11 @@ def exact_kernels(*, tables: bool = False) -> Kernels:
     return made
 
 
-def rms_norm(_: Op, x_TN: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+def rms_norm(_: Op, x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> Tensor:
     return F.rms_norm(x_TN, weight_N.shape, weight_N, eps)
 
 
-def silu_mul(_: Op, gate_up_T2I: Tensor) -> Tensor:
+def silu_mul(_: Op, gate_up_T2I: Tensor, into: None = None) -> Tensor:
     gate, up = gate_up_T2I.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -68,7 +68,13 @@ def rope_and_cache(_: Op, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation
 
 
 def decode_attention(
-    _: Op, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None
+    _: Op,
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    out_THD: Tensor | None = None,
+    into: None = None,
 ) -> Tensor:
     if inputs.starts_B is not None and inputs.queries_B is not None:
         rows = [*zip(*(x.tolist() for x in (inputs.starts_B, inputs.queries_B, inputs.kv_lengths_B)), strict=True)]
@@ -77,7 +83,7 @@ def decode_attention(
     tokens = len(inputs.kv_lengths_B) * inputs.query_len
     q_BQHD = q_THD[:tokens].view(-1, inputs.query_len, *q_THD.shape[1:])
     found_THD = _attend(q_BQHD, kv_layer, inputs, scale).flatten(0, 1)
-    return found_THD if out_THD is None else into(out_THD, found_THD, inputs)
+    return found_THD if out_THD is None else written(out_THD, found_THD, inputs)
 
 
 def prefill_attention(_: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:

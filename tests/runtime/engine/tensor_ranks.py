@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
+from parallel.comm.quantised import Quantised
 from parallel.control.interface import SingleRankControl
 from runtime.engine import Engine
 from runtime.execute.device.cpu_twin import TwinDevice
@@ -70,7 +71,14 @@ class LateSums(MetCollectives):
         return PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         total_TN = self.all_reduce(x_TN) if residual_TN is None else self.all_reduce(x_TN) + residual_TN
         scale_T1 = torch.rsqrt(total_TN.pow(2).mean(-1, keepdim=True) + eps)
@@ -103,7 +111,14 @@ class PushedSums(LateSums):
         return super().all_gather(x)
 
     def all_reduce_norm(
-        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False
+        self,
+        x_TN: Tensor,
+        residual_TN: Tensor | None,
+        norm_N: Tensor,
+        eps: float,
+        *,
+        pushed: bool = False,
+        into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
         type(self).pushed += pushed
         assert self._buffers.use_counts.item() == pushed

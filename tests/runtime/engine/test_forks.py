@@ -208,11 +208,11 @@ class LateKeys:
             self._before = kv_layer.clone()
         return rope(qkv_TX, heads, kv_layer, *given)
 
-    def decode_attention(self, attend: Op, q_THD: Tensor, kv_layer: Tensor, *given: Any) -> Any:
+    def decode_attention(self, attend: Op, q_THD: Tensor, kv_layer: Tensor, *given: Any, **named: Any) -> Any:
         before, self._before = self._before, None
         self.asked += before is not None
         seen = before if before is not None and self.late else kv_layer
-        return attend(q_THD, seen, *given)
+        return attend(q_THD, seen, *given, **named)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,0 +1,41 @@
+"""Activations quantised to FP8 in the kernel that makes them: float8_e4m3fn codes, a float32 scale for each row and
+group of columns.
+
+Knows: the arithmetic and where both are stored (parallel/comm/quantised.py). Does not know: which kernels do it.
+
+A group's scale is its largest magnitude / 448, so that no code saturates; a group of zeros has a scale, too.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantised(x):
+    """(codes, scales) of x [..., columns], one group a row."""
+    wide = x.to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(wide), -1), 1e-10)
+    codes = (wide * tl.expand_dims(448.0 / most, -1)).to(tl.float8e4nv)
+    return codes, most * (1.0 / 448.0)
+
+
+@triton.jit
+def store_codes(x, rows, first, codes_ptr, scale_ptr, pitch, M, K, GROUP: tl.constexpr):
+    """Quantises x [rows, columns], in the dtype of activations: columns from ``first`` on of ``rows`` of [M, K].
+
+    There are a multiple of GROUP columns, a power of two, or GROUP, padded with zeros to a power of two.
+    """
+    width: tl.constexpr = GROUP if x.shape[1] >= 2 * GROUP else x.shape[1]
+    groups: tl.constexpr = x.shape[1] // width
+    codes, scales = quantised(tl.reshape(x, (x.shape[0], groups, width)))
+    group, within = tl.arange(0, groups), tl.arange(0, width)
+    columns = first + group[:, None] * width + within[None, :]
+    there = (rows < M)[:, None, None] & (columns < K)[None, :, :]
+    tl.store(codes_ptr + rows.to(tl.int64)[:, None, None] * K + columns[None, :, :], codes, mask=there)
+    number = first // GROUP + group
+    mask = (rows < M)[:, None] & (number * GROUP < K)[None, :]
+    tl.store(scale_ptr + number[None, :].to(tl.int64) * pitch + rows[:, None], scales, mask=mask)
