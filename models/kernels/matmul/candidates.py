@@ -220,9 +220,10 @@ def _off(programs: int, traits: DeviceTraits) -> float:
 
 def _fp8_wide(shape: LinearShape, traits: DeviceTraits) -> list[Wide]:
     block_m, found = power_of_two_from(shape.rows), list[Wide]()
-    for block_o, split in itertools.product((64, 128), (1, 2, 4)):
-        if shape.outputs % block_o == 0 and shape.inner % (128 * split) == 0:
-            warps = 4 if block_m * block_o <= 128 * 64 else 16 if shape.gate_up else 8  # with 8 SiLU-mul spills
+    for block_o, split in itertools.product((64, 96, 128), (1, 2, 4)):
+        spills = shape.gate_up and block_m * block_o > 128 * 96
+        if shape.outputs % block_o == 0 and shape.inner % (128 * split) == 0 and not spills:
+            warps = 4 if block_m * block_o <= 128 * 64 else 8
             stages = min(5, (traits.shared_bytes // 2 - 1024) // (128 * (block_m + block_o)))
             if stages >= 2:
                 found.append(Wide(block_m, block_o, 128, split, stages, warps, 0))
