@@ -381,7 +381,6 @@ def fp8_products(driver: CompilingDriver) -> None:
         rank.decode(rows)
     rank.prefill(255)
     rank.several_queries(16, 4, codes=True)
-    Rank(driver, "8b-fp8", balanced=False).decode(128)
     Rank(driver, "8b-fp8", tp=2).decode(32)
     driver.where = "FP8"
     kernels, form = nvidia_kernels(META), fp8(128, 128)
