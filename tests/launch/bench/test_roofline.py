@@ -123,6 +123,17 @@ def test_a_byte_bound_step_and_a_compute_bound_one() -> None:
     assert four.kv_bytes == 100, "two heads cannot be shared by four ranks"
 
 
+def test_fp8_weights_are_a_byte_each_and_multiplied_twice_as_fast() -> None:
+    shape = Shape(1000, 0, 0, 0, kv=entries(2, 0), kept=200, coded_bytes=1.25)
+    floor = partial(decode_floor, shape, length=10.0, ranks=1, value_bytes=2, bytes_per_s=100.0, flop_per_s=10_000.0)
+    assert floor(batch=1).weight_bytes == 200 * 2 + 800 * 1.25
+    assert floor(batch=1000).seconds == pytest.approx(2 * 1000 * (200 + 800 / 2) / 10_000)
+    for option, folder in ((None, "qwen3-8b-fp8"), ("fp8", "qwen3-8b")):
+        made = Shape.from_folder(SHAPES / folder, quantization=option)
+        assert 1 < made.coded_bytes < 1.001
+        assert made.kept == 151936 * 4096
+
+
 def test_groups_have_rows_of_their_own_and_share_experts() -> None:
     """Four ranks as two groups of two: what is no expert's, for the rows of the fuller group."""
     shape = Shape(dense=1000, expert=7, experts=16, experts_per_token=2, kv=entries(4, 5))

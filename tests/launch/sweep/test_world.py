@@ -90,6 +90,15 @@ def test_bytes_of_a_rank() -> None:
     assert eighth.cache_layout.bytes_per_token == whole.cache_layout.bytes_per_token / 8
 
 
+def test_bytes_of_fp8_weights_and_their_scales() -> None:
+    config = config_of("qwen3-8b-fp8")
+    (whole,) = parts_of(config, ParallelDegrees()).values()
+    (numbers,) = parts_of(config_of("qwen3-8b"), ParallelDegrees()).values()
+    heads = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    codes = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    assert whole.weight_bytes == numbers.weight_bytes - codes + codes * 4 // 128**2
+
+
 def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, toy_hybrid.ARCHITECTURE, toy_hybrid.ToyHybrid)
     config = ModelConfig.from_dict({**TINY, **toy_hybrid.HYBRID})  # sums in float32 and two numbers of each, twice

@@ -35,6 +35,13 @@ def test_a_dense_models_products() -> None:
     assert prompts.head is None, "the head runs on the rows that draw, at most those of a decode step"
 
 
+def test_fp8_products_have_their_scheme_in_the_key() -> None:
+    (decode,) = asked_products(share("qwen3-8b-fp8"), (32,), 256)
+    assert {shape.block for shape in decode.layers} == {(128, 128)}
+    assert decode.layers[0].key == "bfloat16 24576x4096 normed gate_up fp8_128x128 x32"
+    assert decode.head == LinearShape(32, 151936, 4096, BF16)
+
+
 @pytest.mark.parametrize(
     ("limits", "normed"), [(SizeLimits(4 << 20, 0), False), (SizeLimits(0, 0), True), (SizeLimits(0, 4 << 20), False)]
 )
