@@ -201,7 +201,7 @@ def _formats(options: ServeOptions, chat: ChatTemplate | None, tokenizer: Tokeni
     if chat is None or tokenizer is None:
         calls, reasoning = ("none" if name == "auto" else name for name in (calls, reasoning))
     elif "auto" in (calls, reasoning):
-        found = calls_of(chat, variables) if calls == "auto" else calls
+        found = calls_of(chat, variables, tokenizer.added_ids.values()) if calls == "auto" else calls
         if reasoning == "auto":
             reasoning = reasoning_of(chat, variables, tokenizer.added_ids.values(), found) or "none"
         calls = found or "none"

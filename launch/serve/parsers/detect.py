@@ -2,7 +2,8 @@
 
 Knows: what a sample must hold. Does not know: any format (table.py), where templates are kept.
 
-Only what a template renders decides: no name of a model, and no word in the template's source.
+What a template renders decides, and where it renders nothing, the tokenizer's marks: no name of a model, and no word
+in the template's source.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ _TOOLS: Final = [
 ]
 
 
-def calls_of(chat: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
-    """The name of the format of tool calls in which a sample is rendered; None where it is in no known one."""
+def calls_of(chat: ChatTemplate, variables: Mapping[str, Any], tokens: Collection[str]) -> str | None:
+    """The name of the format of tool calls in which a sample is rendered; None where it is in no known one. Of a
+    template that leaves calls out: the format with the most marks, all of which are ``tokens``."""
     samples = [("sample_call", _ARGUMENTS), ("empty_call", {})]
     for name in CALLS:
         if all(_reads(name, chat, variables, *sample) for sample in samples):
             return name
-    return None
+    if str(_ARGUMENTS["text"]) in _rendered(chat, {**variables, "tools": _TOOLS}, _call(*samples[0])):
+        return None
+    there = [name for name, kind in CALLS.items() if set(map(named, kind.marks)) <= set(tokens)]
+    return max(there, key=lambda name: len(CALLS[name].marks), default=None)
 
 
 def reasoning_of(
@@ -62,10 +67,8 @@ def reasoning_of(
 
 def _reads(name: str, chat: ChatTemplate, variables: Mapping[str, Any], function: str, arguments: object) -> bool:
     """Whether the format ``name`` finds the one call of a sample."""
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": function, "arguments": arguments}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
     with_tools = {**variables, "tools": _TOOLS}
-    prompt, written = _rendered(chat, with_tools, None), _rendered(chat, with_tools, said)
+    prompt, written = _rendered(chat, with_tools, None), _rendered(chat, with_tools, _call(function, arguments))
     parser = AnswerParser(name, None, _SCHEMAS)
     found = merged([*parser.push(written[_same(prompt, written) :]), *parser.finish()]).get("tool_calls", [])
     with suppress(ValueError):
@@ -73,6 +76,11 @@ def _reads(name: str, chat: ChatTemplate, variables: Mapping[str, Any], function
             (function, arguments)
         ]
     return False
+
+
+def _call(function: str, arguments: object) -> Mapping[str, Any]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": function, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _same(prompt: str, written: str) -> int:

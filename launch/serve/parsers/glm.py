@@ -37,8 +37,8 @@ class Glm(CallFormat):
             return False
         arguments = self.typed(name)
         while (yield from self.read.skip(_KEY)):
-            key, _ = yield from self.read.until(_END_KEY)
-            if not (yield from self.read.skip(_VALUE)):
+            key, stop = yield from self.read.until(self.marks, LONGEST_NAME)
+            if stop != _END_KEY or not (yield from self.read.skip(_VALUE)):
                 break
             arguments.begin(key.strip())
             if not (yield from self.value(arguments, _END_VALUE, _KEY + _CLOSE)):

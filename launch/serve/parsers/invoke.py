@@ -42,10 +42,10 @@ class MinimaxM2(CallFormat):
             return False
         arguments = self.typed(name)
         while (yield from read.skip(self.parameter[0])):
-            key, _ = yield from read.until('"')
-            rest, stop = yield from read.until(">")
-            if not stop:
-                return True
+            key, stop = yield from read.until('"' + self.marks, LONGEST_NAME)
+            rest, stop = (yield from read.until(">" + self.marks, LONGEST_NAME)) if stop == '"' else ("", "")
+            if stop != ">":
+                break
             arguments.begin(key, text=_says_text(rest))
             ends = self.parameter[0] + self.invoke[1]
             if not (

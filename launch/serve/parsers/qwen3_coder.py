@@ -33,9 +33,9 @@ class Qwen3Coder(CallFormat):
             return False
         arguments = self.typed(name)
         while (yield from self.read.skip(_PARAMETER)):
-            key, stop = yield from self.read.until(">")
-            if not stop:
-                return True
+            key, stop = yield from self.read.until(">" + self.marks, LONGEST_NAME)
+            if stop != ">":
+                break
             arguments.begin(key.strip(), trims=True)
             if not (
                 yield from self.value(arguments, _END_PARAMETER, _PARAMETER + _END_FUNCTION, _END_FUNCTION, _CLOSE)

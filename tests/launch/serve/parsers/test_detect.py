@@ -13,7 +13,7 @@ from tests.launch.serve.parsers.templates import TEMPLATES
 def test_formats_are_found_by_what_a_template_renders(name: str) -> None:
     family = TEMPLATES[name]
     chat = ChatTemplate(family.template)
-    calls = calls_of(chat, {})
+    calls = calls_of(chat, {}, ())
     assert (calls, reasoning_of(chat, {}, (), calls)) == (family.calls, family.reasoning)
 
 
@@ -23,6 +23,26 @@ def test_tokens_of_both_marks_are_enough_for_reasoning() -> None:
     assert reasoning_of(chat, {}, ("<think>", "</think>"), None) == "qwen3"
     assert reasoning_of(chat, {}, ("[THINK]", "[/THINK]"), None) == "mistral"
     assert reasoning_of(chat, {}, ("<think>",), None) is None
+
+
+@pytest.mark.parametrize("name", ["calls are not rendered", "calls are refused"])
+@pytest.mark.parametrize(
+    ("tokens", "calls"),
+    [
+        (("<tool_call>", "</tool_call>"), "hermes"),
+        (("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), "glm45"),
+        (("<tool_call>", "<think>"), None),
+    ],
+)
+def test_of_a_template_that_leaves_calls_out_the_tokens_decide(
+    name: str, tokens: tuple[str, ...], calls: str | None
+) -> None:
+    assert calls_of(ChatTemplate(TEMPLATES[name].template), {}, tokens) == calls
+
+
+def test_a_form_of_its_own_is_not_guessed() -> None:
+    chat = ChatTemplate(TEMPLATES["calls in a form of its own"].template)
+    assert calls_of(chat, {}, ("<tool_call>", "</tool_call>")) is None
 
 
 def test_variables_of_the_server_are_those_of_the_sample() -> None:
