@@ -19,6 +19,7 @@ from runtime.config import (
     DType,
     EngineConfig,
     Fp8Activations,
+    KvCacheDtype,
     LoadFormat,
     PrefillWanted,
     flag_of,
@@ -204,6 +205,12 @@ _ENGINE: dict[str, Option] = {
         str,
         shown="none",
         choices=("fp8",),
+    ),
+    "kv_cache_dtype": Option(
+        "type of the KV cache; auto takes that of activations; fp8 (fp8_e4m3) has the checkpoint's scales, or 1",
+        "word",
+        str,
+        choices=get_args(KvCacheDtype),
     ),
     "fp8_activations": Option(
         "whether activations are quantised where weights are FP8; auto: where that is faster, by the number of rows",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError, open_file
 from models.dummy import reach
+from models.kv_group import KV_SCALES
 from models.quantization import Fp8Scheme, Quantization
 from models.weights_header import quoted
 from parallel.layers.shard import ScatteredShard, Shard
@@ -30,8 +31,8 @@ _OTHER_CODES = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _SCALES = ("weight_scale_inv", "weight_scale")  # next to ``weight``; of fused experts ``_scale_inv`` and ``_scale``
 _SCALE_ENDS = tuple(f".{suffix}" for suffix in _SCALES)
-# Static scales of activations, and of keys and values: checked, and not used.
-_UNREAD = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
+# Static scales of activations, which are checked and not used; and those of keys and values.
+_OTHERS = ("input_scale", "activation_scale", "q_scale", *KV_SCALES)
 _FIXED = "routers, embeddings and heads are not quantised here; use a checkpoint that leaves them as they are"
 _SUPPORTED = "supported are float8_e4m3fn codes with scales for the matrix, its rows or its blocks"
 
@@ -62,15 +63,15 @@ class Codes:
 
 def split_off_codes(
     stored: Mapping[str, Path], quantization: Quantization | None
-) -> tuple[dict[str, Path], dict[str, Codes]]:
-    """(the tensors that are no scales, the matrices of codes by name), of all tensors of a checkpoint.
+) -> tuple[dict[str, Path], dict[str, Codes], dict[str, Tensor]]:
+    """(the tensors that are no scales, the matrices of codes by name, other scales in float32), of a checkpoint.
 
     Reads headers and scales, each file twice. Raises WeightsError, which names file, tensor and the config's entry, for
     codes that the config leaves unquantised, codes without scales and scales without codes, another kind of codes, and
     a scale that is not finite and positive, or has another shape than the config says.
     """
     if quantization is None:
-        return dict(stored), {}
+        return dict(stored), {}, {}
     headers = {name: (kind, shape) for name, kind, shape in _headers(stored)}
     owners: dict[str, tuple[str, Fp8Scheme]] = {}  # scale -> matrix
     for name, (kind, shape) in headers.items():
@@ -80,14 +81,15 @@ def split_off_codes(
             scheme = _scheme(name, stored[name], quantization)
             owners[_scale_of(name, stored, scheme)] = (name, scheme)
     left = {name: file for name, file in stored.items() if name not in owners}
-    unread = {name: left.pop(name) for name in list(left) if name.rsplit(".", 1)[-1] in _UNREAD}
+    others = {name: left.pop(name) for name in list(left) if name.rsplit(".", 1)[-1] in _OTHERS}
     for name, file in left.items():
         if name.endswith(_SCALE_ENDS):
             raise WeightsError(f"{file}: tensor {quoted(name)} is the scale of a matrix that is not {CODES}")
     for scale, (name, scheme) in owners.items():
         _check_scale(scale, stored[scale], headers[scale], headers[name][1], scheme)
     codes: dict[str, Codes] = {}
-    for scale, value in _read({**unread, **{scale: stored[scale] for scale in owners}}):
+    unowned: dict[str, Tensor] = {}
+    for scale, value in _read({**others, **{scale: stored[scale] for scale in owners}}):
         numbers = value.float()
         if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
             raise WeightsError(f"{stored[scale]}: scale {quoted(scale)} holds a number that is not finite and positive")
@@ -95,7 +97,9 @@ def split_off_codes(
             name, scheme = owners[scale]
             *experts, rows, columns = headers[name][1]
             codes[name] = Codes(scheme, headers[name][1], numbers.reshape(*experts, *scheme.grid(rows, columns)))
-    return left, codes
+        else:
+            unowned[scale] = numbers
+    return left, codes, unowned
 
 
 def codes_by_config(

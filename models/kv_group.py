@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,13 @@ class Plane:
 
 
 Planes = tuple[Plane, ...]
+FP8 = torch.float8_e4m3fn
+KV_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale")  # last parts of names of a float8 cache's scales
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """``x``, or its codes as bytes where it is float8, which torch does not gather or scatter on every device."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def keys_and_values(heads: int, dim: int, dtype: torch.dtype) -> Planes:

@@ -30,6 +30,7 @@ from models.fp8_load import (
     refuse_nan_codes,
     split_off_codes,
 )
+from models.kv_scales import place_kv_scales
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
@@ -57,6 +58,7 @@ def load_model(
     *,
     load_format: str = "safetensors",
     dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     collectives: Collectives,
     kernels: Ops,
@@ -68,6 +70,7 @@ def load_model(
 
     ``load_format`` "safetensors" reads ``folder``; "dummy" makes values from ``seed`` and needs no folder. ``dtype`` is
     that of parameters and activations (default: the checkpoint's); float tensors of another dtype are converted.
+    ``kv_dtype``: that of the KV cache (default: ``dtype``).
     ``experts`` says how experts lie on the group (default: a share of each on every rank).
     ``progress(done, total)`` is called after each tensor. Raises WeightsError for a checkpoint that does not fit, and
     ValueError for an unknown architecture, a tensor-parallel size that does not divide it, or an unknown load format.
@@ -77,8 +80,9 @@ def load_model(
         raise ValueError(f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}")
 
     def make(plan: WeightPlan) -> Decoder:
+        split = experts or ExpertSplit()
         return architecture(
-            config, ModelContext(collectives, kernels, dtype or config.dtype, experts or ExpertSplit(), plan=plan)
+            config, ModelContext(collectives, kernels, dtype or config.dtype, split, kv_dtype, plan=plan)
         )
 
     return fill(
@@ -124,7 +128,7 @@ def fill(
     located = locate_tensors(Path(folder))
     located = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
     at_load = quantization if quantization is not None and quantization.at_load else None
-    stored, codes = split_off_codes(located, None if at_load else quantization)
+    stored, codes, scales = split_off_codes(located, None if at_load else quantization)
     shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
     shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
     stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
@@ -136,6 +140,7 @@ def fill(
     _stream(tensors, shards, model, progress, codes if at_load else {})
     held = {name: code for name, code in codes.items() if name in shards}
     place_all_scales(plan.made, shards, held)
+    place_kv_scales(model, scales)
     refuse_nan_codes(shards, {name: tensors[name] for name in held})
     return model
 

@@ -44,7 +44,7 @@ from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
-from runtime.model_checks import check_fp8, check_model, check_windows, served_model
+from runtime.model_checks import check_fp8, check_model, check_windows, kv_dtype, served_model
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -149,23 +149,27 @@ def _load(
     began, dtype = time.perf_counter(), _dtype(config, model_config)
     if config.num_blocks is None:
         require_share(opened.memory_info(), config.memory_fraction)
+    fp8_cache = config.kv_cache_dtype.startswith("fp8")
     kernels = select_kernels(
         opened.torch_device,
         dtype,
         model_config.head_dim,
-        config.prefill_attention,
+        "triton" if fp8_cache else config.prefill_attention,  # FlashInfer's takes no float8 pages
         flashinfer,
         deterministic=config.deterministic,
         depth=limits.depth,
         fp8_activations=_fp8_activations(config),
     )
-    check_windows(limits, model_config, collectives.size, kernels, dtype)
-    check_fp8(model_config, getattr(kernels, "traits", None))
+    traits = getattr(kernels, "traits", None)
+    of_cache = kv_dtype(config, dtype, traits)
+    check_windows(limits, model_config, collectives.size, kernels, of_cache)
+    check_fp8(model_config, traits)
     model = load_model(
         model_config,
         config.model,
         load_format=config.load_format,
         dtype=dtype,
+        kv_dtype=of_cache,
         device=opened.torch_device,
         collectives=collectives,
         kernels=kernels,

@@ -25,6 +25,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 PrefillWanted = Literal["auto", "flashinfer", "triton"]
+KvCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 
 # A field left at this default is filled in __post_init__, from DEVICE_DEFAULTS or from another field: nobody ever sees
 # it unfilled.
@@ -111,6 +112,7 @@ class EngineConfig:
     and else our Triton kernel, while FlashInfer's is built for the next start.
     quantization: "fp8" quantises a checkpoint of numbers while it is loaded: every matrix but embeddings, head and
     routers, of drafters, too (vLLM's option). Checkpoints that are quantised need no option.
+    kv_cache_dtype: of keys and values in the cache; auto takes that of activations, fp8 is fp8_e4m3 (float8_e4m3fn).
     fp8_activations: whether activations are quantised where weights are FP8: auto quantises them where that is faster
     (on CPUs nowhere), which follows the number of rows; with speculation in every step of decoding.
     deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
@@ -161,6 +163,7 @@ class EngineConfig:
     prefill_graphs: bool = True
     prefill_attention: PrefillWanted = "auto"
     quantization: Literal["fp8"] | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
     fp8_activations: Fp8Activations = "auto"
     prefix_caching: bool = True
     num_snapshots: int | None = None
@@ -187,6 +190,7 @@ class EngineConfig:
         _check_choice("prefill_attention", self.prefill_attention, get_args(PrefillWanted))
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, ("fp8",))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KvCacheDtype))
         _check_choice("fp8_activations", self.fp8_activations, get_args(Fp8Activations))
         _check_no_text("warm", self.warm, WARM_KINDS)
         for kind in self.warm:

@@ -12,7 +12,7 @@ import torch
 from models.batch_invariance import missing_invariance
 from models.config import ModelConfig
 from models.kernels.traits import DeviceTraits
-from models.kv_group import keys_and_values
+from models.kv_group import FP8, keys_and_values
 from models.layers.decoder import Decoder
 from models.ops.contract import Ops
 from runtime.config import ConfigError, EngineConfig
@@ -84,10 +84,10 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Ops, dtype: torch.dtype) -> None:
+def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: Ops, kv_dtype: torch.dtype) -> None:
     """Raises ConfigError if attention has no room for the tokens of a row."""
     heads, kv_heads = -(-model.heads // ranks), max(1, model.kv_heads // ranks)
-    tokens, most = limits.window, kernels.longest_window(heads, keys_and_values(kv_heads, model.head_dim, dtype))
+    tokens, most = limits.window, kernels.longest_window(heads, keys_and_values(kv_heads, model.head_dim, kv_dtype))
     if most is not None and tokens > max(most, 1):
         asked, fits = ("tree_size", most) if limits.tree else ("num_speculative_tokens", most - 1)
         raise ConfigError(
@@ -95,6 +95,23 @@ def check_windows(limits: StepLimits, model: ModelConfig, ranks: int, kernels: O
             f"{model.kv_heads} key heads of {model.head_dim} takes {most} at once: type "
             f'"{asked}": {fits} or less in --speculative-config'
         )
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype, traits: DeviceTraits | None) -> torch.dtype:
+    """Of the KV cache, where activations are ``dtype``. Raises ConfigError for what the GPU (``traits``; None: a CPU)
+    has no kernels for."""
+    wanted = {"auto": dtype, "bfloat16": torch.bfloat16}.get(config.kv_cache_dtype, FP8)
+    if traits is None or wanted == dtype:
+        return wanted
+    flag = f"--kv-cache-dtype {config.kv_cache_dtype}"
+    if wanted != FP8 or dtype == torch.float32:
+        raise ConfigError(f"{flag} on GPUs needs another --dtype than {dtype}: type --dtype bfloat16")
+    if traits.capability < (8, 9):
+        found = ".".join(map(str, traits.capability))
+        raise ConfigError(f"{flag} needs compute capability 8.9 (Ada, Hopper) or later, not {found}: leave it out")
+    if config.prefill_attention == "flashinfer":
+        raise ConfigError(f"{flag} has no prefill attention in FlashInfer: type --prefill-attention triton")
+    return wanted
 
 
 def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:

@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/expert_load.py", "models/batch_invariance.py"),
         ("models/drafters",),
         ("models/weights.py",),
-        ("models/fp8_at_load.py",),
+        ("models/fp8_at_load.py", "models/kv_scales.py"),
         ("models/fp8_load.py",),
         ("models/registry.py", "models/dummy.py"),
         ("models/families",),

@@ -39,6 +39,7 @@ from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
 from models.config import DTYPES, ModelConfig
+from models.kv_group import FP8
 from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.result_reader import StepTiming
@@ -100,7 +101,8 @@ class Session:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return DTYPES[self.precision]
+        wanted = self.config.kv_cache_dtype
+        return FP8 if wanted.startswith("fp8") else DTYPES[self.precision if wanted == "auto" else wanted]
 
     @property
     def precision(self) -> str:

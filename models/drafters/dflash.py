@@ -134,9 +134,9 @@ class DFlashDraft(CheckpointParts):
     def _attention(self) -> list[DraftAttention]:
         return [cast(DraftAttention, cast(DecoderLayer, layer).mixer) for layer in self.layers]
 
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
+    def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
         """A drafter of one layer may call it ``midlayer``."""
-        names = super()._checkpoint_names(path)
+        names = super().checkpoint_names_of(path)
         if len(self.layers) > 1 or not path.startswith("layers."):
             return names
         return (*names, names[0].replace("layers.0.", "midlayer."))

@@ -58,8 +58,9 @@ class DraftAttention(Attention):
         attention = replace(attention, causal=self.view.causal)
         if self.view.window is None:
             return super()._attend_rows(qkv_TX, rotation, attention, kv_layer, into)
-        q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
-        return self.kernels.window_attention(q_THD, kv_layer, attention, self.scale, self.view.window)
+        q_THD = self._rotate(qkv_TX, kv_layer, rotation)
+        out_THD = self.kernels.window_attention(q_THD, kv_layer, attention, self.scale, self.view.window)
+        return self._scaled(out_THD)
 
     def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
         raise TypeError(_ONLY_ROWS)

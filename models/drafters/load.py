@@ -240,7 +240,7 @@ def _context(target: Decoder, plan: WeightPlan) -> ModelContext:
     """Experts of a drafter are spread over the ranks of a group, also where groups share those of the target: a group
     then guesses whenever it likes, and the others need not take part."""
     experts = replace(target.expert_split, exchange=None)
-    return ModelContext(target.collectives, target.kernels, target.dtype, experts, plan=plan)
+    return ModelContext(target.collectives, target.kernels, target.dtype, experts, target.kv_dtype, plan=plan)
 
 
 def _filled(

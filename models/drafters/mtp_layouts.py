@@ -42,7 +42,7 @@ def repeated_tensors(layer: int) -> tuple[str, str]:
 class NextNDraft(MTPDraft):
     """A layer of the target's kind under DeepSeek-V3's names."""
 
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
+    def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
         of_layer, prefix = "mtp.layers.0.", nextn_prefix(self.config.layer or 0)
         others = {
             "mtp.fc.weight": "eh_proj.weight",
@@ -52,7 +52,7 @@ class NextNDraft(MTPDraft):
         }
         return tuple(
             prefix + (others[name] if name in others else name.removeprefix(of_layer))
-            for name in super()._checkpoint_names(path)
+            for name in super().checkpoint_names_of(path)
         )
 
 
@@ -67,10 +67,10 @@ class BlocksDraft(MTPDraft):
         "layers.{}.mixer.output": "mtp.layers.{}.mixer.o_proj",
     }
 
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
+    def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
         if path == "norm.weight":
             return (f"mtp.layers.{len(self.layers) - 1}.final_layernorm.weight",)
-        return super()._checkpoint_names(path)
+        return super().checkpoint_names_of(path)
 
     def _positions(self, config: MTPConfig) -> Tensor:
         return unrotated_cache(config.model.max_length)

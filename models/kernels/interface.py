@@ -21,7 +21,8 @@ class Rotation:
 
     ``q_norm_D``, ``k_norm_D``: weights of the RMSNorm of every query and key head, None without; ``eps`` is theirs.
     ``cos_sin_LR`` float32: cos | sin halves by position, R the rotated dims. ``positions_T``, ``kv_slots_T`` int64:
-    each token's position, and its place in the cache (page * S + offset).
+    each token's position, and its place in the cache (page * S + offset). ``kv_factors_2K`` float32: the reciprocals of
+    the scales of a float8 cache, of keys and of values of each head; None: all are 1.
     """
 
     q_norm_D: Tensor | None
@@ -30,6 +31,7 @@ class Rotation:
     cos_sin_LR: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor
+    kv_factors_2K: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

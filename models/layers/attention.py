@@ -49,7 +49,7 @@ class Attention(Mixer[Tensor]):
         hidden, dim = config.hidden_size, config.head_dim
         self.kernels = context.kernels
         self.cos_sin_LR = cos_sin_LR
-        self.head_dim, self.dtype = dim, context.dtype
+        self.head_dim, self.kv_dtype = dim, context.kv_dtype or context.dtype
         self.scale = dim**-0.5
         self.norm = norm
         packed = GatedQKVParallel if output_gate else QKVParallel
@@ -61,10 +61,18 @@ class Attention(Mixer[Tensor]):
         )
         self.heads = self.qkv.heads.local_heads
         self.kv_heads = self.qkv.heads.local_kv_heads
+        self.kv_factors_2K: Tensor | None = None
 
     @property
     def cache(self) -> Planes:
-        return keys_and_values(self.kv_heads, self.head_dim, self.dtype)
+        return keys_and_values(self.kv_heads, self.head_dim, self.kv_dtype)
+
+    def hold_scales(self, keys_K: Tensor, values_K: Tensor) -> None:
+        """Scales of a float8 cache, float32 of this rank's heads. Where all are 1 nothing is multiplied by them."""
+        scales_2K = torch.stack((keys_K, values_K)).to(self.norm.weight.device)
+        if not bool((scales_2K == 1).all()):
+            by_query = scales_2K.repeat_interleave(self.heads // self.kv_heads, 1)[:, :, None]
+            self.kv_factors_2K, (self.key_scales_H1, self.value_scales_H1) = scales_2K.reciprocal(), by_query
 
     def forward(
         self,
@@ -88,7 +96,7 @@ class Attention(Mixer[Tensor]):
         if isinstance(attention, DecodeAttention):
             out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer, None if gate_TX is not None else into)
         else:
-            q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+            q_THD = self._rotate(qkv_TX, kv_layer, rotation)
             del qkv_TX  # the widest tensor of a large step is not needed beside the result
             out_THD = self._attend_chunks(q_THD, attention, kv_layer)
             del q_THD
@@ -129,15 +137,15 @@ class Attention(Mixer[Tensor]):
         positions_R = inputs.positions_T.index_select(0, wanted_R)
         if kernels.batch_invariant.get("linear", False):  # promised of whole weights: some rows may be summed otherwise
             qkv_TX = kernels.linear(hidden_TN, weight)
-            q_RHD = kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, everywhere).index_select(0, wanted_R)
+            q_RHD = self._rotate(qkv_TX, kv_layer, everywhere).index_select(0, wanted_R)
         else:
             kv_TX = kernels.linear(hidden_TN, self.entry_rows)
             kernels.rope_and_cache(kv_TX, 0, kv_layer, everywhere)
             # Packed with keys and values once more, as kernels take it; these go to the trash page.
             nowhere = self._rotation(positions_R, torch.zeros_like(positions_R))
             qkv_RX = kernels.linear(hidden_RN, weight)
-            q_RHD = kernels.rope_and_cache(qkv_RX, self.heads, kv_layer, nowhere)
-        out_RX = kernels.decode_attention(q_RHD, kv_layer, attention, self.scale).flatten(1)
+            q_RHD = self._rotate(qkv_RX, kv_layer, nowhere)
+        out_RX = self._scaled(kernels.decode_attention(q_RHD, kv_layer, attention, self.scale)).flatten(1)
         if isinstance(self.qkv, GatedQKVParallel):
             gate_RX = kernels.linear(hidden_RN, self.qkv.gate)
             out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
@@ -150,8 +158,8 @@ class Attention(Mixer[Tensor]):
         return self.qkv.weight.rows(queries, self.qkv.weight.outputs - queries)
 
     def _room_for_codes(self, tokens: int, dtype: torch.dtype) -> Quantised | None:
-        """Of what the last product reads."""
-        return self.kernels.quantised_for(self.output.own, tokens, dtype)
+        """Of what the last product reads; None where values have scales, which are multiplied before it."""
+        return None if self.kv_factors_2K is not None else self.kernels.quantised_for(self.output.own, tokens, dtype)
 
     def _attend_rows(
         self,
@@ -162,14 +170,26 @@ class Attention(Mixer[Tensor]):
         into: Quantised | None = None,
     ) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D], or what ``into`` holds then."""
-        return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale, into)
+        if self.kv_factors_2K is None:
+            return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale, into)
+        q_THD = self._rotate(qkv_TX, kv_layer, rotation)
+        return self._scaled(self.kernels.decode_attention(q_THD, kv_layer, attention, self.scale))
 
     def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
         """[T, H, D], of rotated queries over keys and values that are in the cache."""
         if isinstance(attention, MixedAttention):
-            return self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale)
-        return self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale)
+            return self._scaled(self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale))
+        return self._scaled(self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale))
+
+    def _rotate(self, qkv_TX: Tensor, kv_layer: Tensor, rotation: Rotation) -> Tensor:
+        """Writes the cache; rotated queries, times the scale of the keys that they meet, [T, H, D]."""
+        q_THD = self.kernels.rope_and_cache(qkv_TX, self.heads, kv_layer, rotation)
+        return q_THD if self.kv_factors_2K is None else (q_THD * self.key_scales_H1).to(q_THD.dtype)
+
+    def _scaled(self, out_THD: Tensor) -> Tensor:
+        """Sums of values, times the values' scale."""
+        return out_THD if self.kv_factors_2K is None else (out_THD * self.value_scales_H1).to(out_THD.dtype)
 
     def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T)
+        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T, self.kv_factors_2K)

@@ -48,11 +48,11 @@ class CheckpointParts(nn.Module):
         self, path: str, layout: Mapping[str, Shard | ScatteredShard]
     ) -> list[dict[str, Shard | ScatteredShard]]:
         """Every way in which checkpoints name the parts of ``layout``."""
-        names = {part: self._checkpoint_names(f"{path}.{part}") for part in layout}
+        names = {part: self.checkpoint_names_of(f"{path}.{part}") for part in layout}
         count = max(map(len, names.values()), default=1)
         return [{names[part][n % len(names[part])]: shard for part, shard in layout.items()} for n in range(count)]
 
-    def _checkpoint_names(self, path: str) -> tuple[str, ...]:
+    def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
         """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""
         part, kind = path.rsplit(".", 1)
         pieces = part.split(".")

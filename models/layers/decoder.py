@@ -105,7 +105,7 @@ class Decoder(CheckpointParts):
         groups = exchange.groups if exchange is not None else 1
         require_legal_size(config, context.size, whole_experts=context.experts.whole, groups=groups)
         self.config = config
-        self.dtype = context.dtype
+        self.dtype, self.kv_dtype = context.dtype, context.kv_dtype
         self.collectives = context.collectives
         self.kernels = context.kernels
         self.expert_split = context.experts
@@ -289,7 +289,7 @@ class Decoder(CheckpointParts):
         """Checkpoint tensors that may be there but only repeat another one: the head of a tied model."""
         if not self.config.tied_embeddings:
             return {}
-        return {self._checkpoint_names("lm_head.weight")[0]: self.embedding.shards()["weight"]}
+        return {self.checkpoint_names_of("lm_head.weight")[0]: self.embedding.shards()["weight"]}
 
 
 def _kind(layer: nn.Module) -> object:

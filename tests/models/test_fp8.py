@@ -203,7 +203,7 @@ def change(folder: Path, changes: dict[str, Tensor | None], said: dict[str, Any]
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
         file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     tensors |= {name: tensor for name, tensor in changes.items() if tensor is not None}
     save_file(
         {name: tensor for name, tensor in tensors.items() if changes.get(name, tensor) is not None},

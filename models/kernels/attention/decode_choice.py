@@ -31,7 +31,7 @@ from models.kernels.attention.decode_work import (
 )
 from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.traits import DeviceTraits
-from models.kv_group import Planes
+from models.kv_group import FP8, Planes
 
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
@@ -119,13 +119,15 @@ class DecodeChoice:
             blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
             if supports_tma(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
-        row_bytes = padded_dim(head_dim) * kv_layer.element_size()
+        row_bytes = padded_dim(head_dim) * max(2, kv_layer.element_size())  # as in products
         shared = self.traits.shared_bytes - _SHARED_RESERVE
         tall = power_of_two_above(query_rows)
         blocks = _attention_blocks(pairs, tall, row_bytes, shared, every_split=every_split)
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, tall, row_bytes)
             blocks = tuned.blocks if needed <= shared else blocks
+        if kv_layer.dtype == FP8 and pairs >= _MANY_PAIRS:  # where other dtypes come by TMA; 64 keys would spill
+            blocks = 32, *blocks[1:]
         if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks

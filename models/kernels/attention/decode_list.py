@@ -93,7 +93,7 @@ def _by_pointers(
             slots = pages.to(tl.int64) * PAGE + keys % PAGE
         where = (slots * K + head)[:, None] * D + dims[None, :]
         mask = (keys < length)[:, None] & (dims < D)[None, :]
-        k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
         seen = keys[None, :] < visible[:, None]
         if TREE:
@@ -105,7 +105,7 @@ def _by_pointers(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total

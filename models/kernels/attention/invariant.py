@@ -82,8 +82,8 @@ def _chunk(
         mask = there[:, None]  # memory behind the last key is uninitialised, maybe NaN
         if D != BLOCK_D:
             mask = mask & (dims < D)[None, :]
-        k = tl.load(keys_ptr + where, mask=mask, other=0.0)
-        v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(position[None, :] <= last[:, None], scores, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2e)
@@ -352,7 +352,7 @@ def supports(head_dim: int) -> bool:
 def tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:
     """Of prefill, as its tiles are listed."""
     *_, kv_heads, head_dim = kv_layer.shape
-    rows = blocks_for(kv_layer.dtype, head_dim).m
+    rows = blocks_for(kv_layer.dtype, head_dim).m  # the same of all 16-bit dtypes and float8
     return rows // heads_of_a_tile(heads // kv_heads, rows)
 
 

@@ -148,6 +148,7 @@ def _attend(
         else:
             k = tl.load(key_ptrs, mask=(dims < D)[None, :], other=0.0)
             v = tl.load(value_ptrs, mask=(dims < D)[None, :], other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(start + within[None, :] <= last[:, None], scores, -float("inf"))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels.attention.kv_element import as_element
 from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.interface import Rotation
@@ -87,8 +88,10 @@ def query(
             key = normed_and_rotated(heads, one < 1, k_norm, k_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM)
             value = tl.load(heads[:, None] + K * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
             written = slot + one[:, None] * D + dims[None, :]
-            tl.store(keys_ptr + written, key.to(keys_ptr.dtype.element_ty), mask=(dims < D)[None, :])
-            tl.store(values_ptr + written, value.to(values_ptr.dtype.element_ty), mask=(dims < D)[None, :])
+            compute: tl.constexpr = q_ptr.dtype.element_ty
+            held: tl.constexpr = keys_ptr.dtype.element_ty
+            tl.store(keys_ptr + written, as_element(key, 1.0, compute, held, False), mask=(dims < D)[None, :])
+            tl.store(values_ptr + written, as_element(value, 1.0, compute, held, False), mask=(dims < D)[None, :])
             tl.debug_barrier()
         q = normed_and_rotated(
             qkv_row + q_head * D, row_mask, q_norm, q_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.attention.kv_element import as_element
 from models.kernels.interface import Rotation
 
 # Batch-invariant: with ``heads_a_program``: a token by itself, by code that depends on its heads only
@@ -87,6 +88,7 @@ def _rope_and_cache_kernel(
     positions_ptr,
     slots_ptr,
     cache_ptr,
+    factors_ptr,  # float32 [2, K], when SCALED: Rotation.kv_factors_2K
     q_out_ptr,
     eps,
     value_offset,  # elements from the key pages to the value pages
@@ -98,6 +100,7 @@ def _rope_and_cache_kernel(
     ROTARY: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one kind that a program takes
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -124,19 +127,28 @@ def _rope_and_cache_kernel(
         tl.store(q_out_ptr + q_where, q.to(q_out_ptr.dtype.element_ty), mask=q_mask)
     else:
         slot = tl.load(slots_ptr + token) * K * D
+        compute: tl.constexpr = qkv_ptr.dtype.element_ty
+        held: tl.constexpr = cache_ptr.dtype.element_ty
         if block < q_blocks + k_blocks:
             heads = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
             k_row = qkv_row + (H + heads) * D
             k = normed_and_rotated(k_row, heads < K, k_norm, k_partner_norm, cos, sin, eps, D, BLOCK_D, ROTARY, NORM)
             mask = (heads < K)[:, None] & (dims < D)[None, :]
             where = heads[:, None] * D + dims[None, :]
-            tl.store(cache_ptr + slot + where, k.to(cache_ptr.dtype.element_ty), mask=mask)
+            k_factor = 1.0
+            if SCALED:
+                k_factor = tl.load(factors_ptr + heads, mask=heads < K, other=1.0)[:, None]
+            tl.store(cache_ptr + slot + where, as_element(k, k_factor, compute, held, SCALED), mask=mask)
         else:
             v_heads = (block - q_blocks - k_blocks) * HEADS + tl.arange(0, HEADS)
             mask = (v_heads < K)[:, None] & (dims < D)[None, :]
             where = v_heads[:, None] * D + dims[None, :]
             v = tl.load(qkv_row + (H + K) * D + where, mask=mask)
-            tl.store(cache_ptr + value_offset + slot + where, v.to(cache_ptr.dtype.element_ty), mask=mask)
+            v_factor = 1.0
+            if SCALED:
+                v_factor = tl.load(factors_ptr + K + v_heads, mask=v_heads < K, other=1.0)[:, None]
+            v = as_element(v, v_factor, compute, held, SCALED)
+            tl.store(cache_ptr + value_offset + slot + where, v, mask=mask)
 
 
 def rope_and_cache(
@@ -165,6 +177,7 @@ def rope_and_cache(
         rotation.positions_T,
         rotation.kv_slots_T,
         kv_layer,
+        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K,
         q_THD,
         rotation.eps,
         kv_layer.stride(0),
@@ -176,6 +189,7 @@ def rope_and_cache(
         ROTARY=rotation.cos_sin_LR.shape[1],
         HEADS=heads_a_program,
         NORM=rotation.q_norm_D is not None,
+        SCALED=rotation.kv_factors_2K is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

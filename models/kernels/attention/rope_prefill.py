@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.attention.kv_element import as_element
 from models.kernels.interface import Rotation
 
 # Batch-invariant: any number of tokens runs the same code, a token by itself
@@ -69,15 +70,19 @@ def _store_rotated(
     norm_first,  # [TOKENS, HALF] float32, if NORM
     norm_second,
     eps,
+    factors_ptr,  # float32 [HEADS], when SCALED
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PIECE: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Heads of ``_load_heads``: RMS-normed if NORM, rotated and stored. Sums are in the order of rope_decode.py."""
     dims = tl.arange(0, HALF)[None, :]
     angles_ptr = cos_sin_ptr + (position * (2 * HALF))[:, None] + dims
     cos, sin = tl.load(angles_ptr), tl.load(angles_ptr + HALF)
+    compute: tl.constexpr = halves[0].dtype
+    held: tl.constexpr = to_ptr.dtype.element_ty
     for head in tl.static_range(HEADS):
         x = halves[2 * head].to(tl.float32)
         y = halves[2 * head + 1].to(tl.float32)
@@ -87,8 +92,11 @@ def _store_rotated(
             x = x * inverse * norm_first
             y = y * inverse * norm_second
         where = to_ptr + (2 * head * HALF + dims)
-        tl.store(where, (x * cos + y * -sin).to(to_ptr.dtype.element_ty), mask=mask)
-        tl.store(where + HALF, (y * cos + x * sin).to(to_ptr.dtype.element_ty), mask=mask)
+        factor = 1.0
+        if SCALED:
+            factor = tl.load(factors_ptr + head)
+        tl.store(where, as_element(x * cos + y * -sin, factor, compute, held, SCALED), mask=mask)
+        tl.store(where + HALF, as_element(y * cos + x * sin, factor, compute, held, SCALED), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -100,6 +108,7 @@ def _rope_and_cache_many_kernel(
     positions_ptr,
     slots_ptr,
     cache_ptr,
+    factors_ptr,  # float32 [2, K], when SCALED: Rotation.kv_factors_2K
     q_out_ptr,
     eps,
     value_offset,  # elements from the key pages to the value pages
@@ -113,6 +122,7 @@ def _rope_and_cache_many_kernel(
     KV_HEADS: tl.constexpr,  # divides K
     PIECE: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     q_blocks: tl.constexpr = H // Q_HEADS
@@ -142,21 +152,33 @@ def _rope_and_cache_many_kernel(
         position = tl.load(positions_ptr + token, mask=here, other=0)
         q = _load_heads(row_ptr + block * (Q_HEADS * D), mask, Q_HEADS, HALF)
         q_ptr = q_out_ptr + (token * (H * D))[:, None] + block * (Q_HEADS * D)
-        _store_rotated(q_ptr, q, cos_sin_ptr, position, mask, first, second, eps, Q_HEADS, HALF, PIECE, NORM)
+        _store_rotated(
+            q_ptr, q, cos_sin_ptr, position, mask, first, second, eps, factors_ptr, Q_HEADS, HALF, PIECE, NORM, False
+        )
     elif block < q_blocks + k_blocks:
         position = tl.load(positions_ptr + token, mask=here, other=0)
-        heads = (block - q_blocks) * (KV_HEADS * D)
+        first_head = (block - q_blocks) * KV_HEADS
+        heads = first_head * D
         k = _load_heads(row_ptr + H * D + heads, mask, KV_HEADS, HALF)
         slot = tl.load(slots_ptr + token, mask=here, other=0)
         k_ptr = cache_ptr + (slot * (K * D))[:, None] + heads
-        _store_rotated(k_ptr, k, cos_sin_ptr, position, mask, first, second, eps, KV_HEADS, HALF, PIECE, NORM)
+        _store_rotated(
+            k_ptr, k, cos_sin_ptr, position, mask, first, second, eps, factors_ptr + first_head, KV_HEADS, HALF, PIECE,
+            NORM, SCALED,
+        )  # fmt: skip
     else:
-        heads = (block - q_blocks - k_blocks) * (KV_HEADS * D)
+        first_head = (block - q_blocks - k_blocks) * KV_HEADS
+        heads = first_head * D
         v = _load_heads(row_ptr + (H + K) * D + heads, mask, KV_HEADS, HALF)
         slot = tl.load(slots_ptr + token, mask=here, other=0)
         v_ptr = cache_ptr + value_offset + (slot * (K * D))[:, None] + heads
+        compute: tl.constexpr = qkv_ptr.dtype.element_ty
+        held: tl.constexpr = cache_ptr.dtype.element_ty
         for half in tl.static_range(2 * KV_HEADS):
-            tl.store(v_ptr + (half * HALF + dims), v[half].to(cache_ptr.dtype.element_ty), mask=mask)
+            factor = 1.0
+            if SCALED:
+                factor = tl.load(factors_ptr + K + first_head + half // 2)
+            tl.store(v_ptr + (half * HALF + dims), as_element(v[half], factor, compute, held, SCALED), mask=mask)
 
 
 def supports(head_dim: int, rotary: int) -> bool:
@@ -185,6 +207,7 @@ def rope_and_cache(
         rotation.positions_T,
         rotation.kv_slots_T,
         kv_layer,
+        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K,
         q_THD,
         rotation.eps,
         kv_layer.stride(0),
@@ -198,6 +221,7 @@ def rope_and_cache(
         KV_HEADS=k_heads,
         PIECE=_PIECE,
         NORM=rotation.q_norm_D is not None,
+        SCALED=rotation.kv_factors_2K is not None,
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,

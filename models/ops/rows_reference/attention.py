@@ -23,6 +23,7 @@ from models.inputs import (
 )
 from models.kernels.attention.window import window_attention
 from models.kernels.interface import Rotation
+from models.kv_group import FP8, bits_of
 from models.ops.contract import Ops
 from models.ops.rows_reference.dense import rms_norm
 from models.ops.table import INVARIANT, Row, Run, composed, plain
@@ -55,10 +56,20 @@ def rope_and_cache(rms_norm: Run, qkv_TX: Tensor, heads: int, kv_layer: Tensor, 
     if rotation.k_norm_D is not None:
         k = rms_norm(k, rotation.k_norm_D, rotation.eps)
     cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T]
-    keys, values = kv_layer.flatten(1, 2)  # [pages * S, K, D] each, views
-    keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
-    values.index_copy_(0, rotation.kv_slots_T, v)
+    key_factors_K, value_factors_K = (None, None) if rotation.kv_factors_2K is None else rotation.kv_factors_2K
+    keys, values = bits_of(kv_layer).flatten(1, 2)  # [pages * S, K, D] each, views
+    keys.index_copy_(0, rotation.kv_slots_T, _elements(_rotate(k, cos_sin_TR), kv_layer.dtype, key_factors_K))
+    values.index_copy_(0, rotation.kv_slots_T, _elements(v, kv_layer.dtype, value_factors_K))
     return _rotate(q, cos_sin_TR)
+
+
+def _elements(x_TKD: Tensor, dtype: torch.dtype, factors_K: Tensor | None) -> Tensor:
+    """As kv_element.py: what a cache of ``dtype`` keeps of x, in bytes where it is float8."""
+    if dtype != FP8:
+        return x_TKD.to(dtype)
+    scaled_TKD = x_TKD.float() if factors_K is None else x_TKD.float() * factors_K[:, None]
+    most = torch.finfo(dtype).max  # a conversion in torch does not saturate
+    return bits_of(scaled_TKD.clamp(-most, most).to(dtype))
 
 
 def decode_attention(
@@ -161,8 +172,9 @@ def _rotate(x_TKD: Tensor, cos_sin_TR: Tensor) -> Tensor:
 def _gather(kv_layer: Tensor, page_table_BP: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first ``length`` keys and values of every row, [B, L, K, D] each."""
     pages = -(-length // kv_layer.shape[2])
-    keys_values = kv_layer[:, page_table_BP[:, :pages]].flatten(2, 3)[:, :, :length]
-    return keys_values[0], keys_values[1]
+    held = bits_of(kv_layer)[:, page_table_BP[:, :pages]].flatten(2, 3)[:, :, :length]
+    keys, values = held.view(kv_layer.dtype).float() if held.dtype == torch.uint8 else held
+    return keys, values
 
 
 def _attend(q_BQHD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, visible_BQL: Tensor | None, scale: float) -> Tensor:

@@ -24,6 +24,7 @@ from models.kernels.recurrent import reference as recurrent
 from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.recurrent.ragged import token_rows
 from models.kernels.sigmoid_routing import SigmoidRouting
+from models.kv_group import bits_of
 from models.ops.contract import Ops
 from models.ops.rows_reference import attention, dense, experts
 from models.ops.table import INVARIANT, Row, composed, plain
@@ -105,7 +106,8 @@ def _attend_along_paths(
             path = path_BNN[row][node][: length_BN[row][node]]
             place_L = torch.tensor([*range(root), *(root + number for number in path)])
             page_L = inputs.page_table_BP[row].long()[place_L // size]
-            own_2PSKD = kv_layer[:, page_L, place_L % size].unsqueeze(2)  # a key a page
+            held = bits_of(kv_layer)[:, page_L, place_L % size].unsqueeze(2)  # a key a page
+            own_2PSKD = held.view(kv_layer.dtype)
             pages_P, token = torch.arange(len(place_L)), row * new + node
             found = _prefill_row(q_THD[token : token + 1], own_2PSKD, pages_P, len(place_L), scale)
             out_THD[token : token + 1] = found
@@ -124,10 +126,11 @@ def _each_query(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, seen_Q: Sequen
         if seen < 1:
             continue  # of a row that is not live
         pages = pages_P[: -(-seen // size)].long()
-        keys_KLD, values_KLD = (part[pages].flatten(0, 1)[:seen].transpose(0, 1).contiguous() for part in kv_layer)
+        held = bits_of(kv_layer)[:, pages].flatten(1, 2)[:, :seen].transpose(1, 2).contiguous()
+        keys_KLD, values_KLD = held.view(kv_layer.dtype).float()
         q_KGD = q_QHD[query].reshape(kv_heads, -1, q_QHD.shape[2]).clone()
-        scores_KGL = (q_KGD.float() @ keys_KLD.float().transpose(1, 2)) * scale
-        out_KGD = scores_KGL.softmax(-1) @ values_KLD.float()
+        scores_KGL = (q_KGD.float() @ keys_KLD.transpose(1, 2)) * scale
+        out_KGD = scores_KGL.softmax(-1) @ values_KLD
         out_QHD[query] = out_KGD.reshape(q_QHD.shape[1:]).to(q_QHD.dtype)
     return out_QHD
 

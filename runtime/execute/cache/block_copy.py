@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.kv_group import bits_of
+
 
 class _CopyKernel(Protocol):
     """block_copy_triton.copy_blocks."""
@@ -28,7 +30,7 @@ class BlockCopier:
     """
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
-        self._layers = layers
+        self._layers = [bits_of(layer) for layer in layers]
         first = layers[0]
         self._halves, self._blocks = first.shape[:2]
         block_bytes = first[0, 0].numel() * first.element_size()

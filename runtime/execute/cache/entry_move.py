@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.cache_layout import CacheView
+from models.kv_group import bits_of
 
 _TRASH = 0  # an entry of the trash block, which nobody reads
 
@@ -61,7 +62,7 @@ class EntryMover:
 class _OneShape:
     def __init__(self, layers: Sequence[Tensor]) -> None:
         first = layers[0]
-        self._layers = [layer.flatten(1, 2) for layer in layers]  # [2, pages * S, K, D], views
+        self._layers = [bits_of(layer).flatten(1, 2) for layer in layers]  # [2, pages * S, K, D], views
         self._places = first.shape[1] * first.shape[2]
         entry_bytes = first[0, 0, 0].numel() * first.element_size()
         self._words = entry_bytes // 4

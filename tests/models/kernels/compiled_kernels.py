@@ -36,6 +36,7 @@ from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import H200
+from models.kv_group import FP8
 from models.ops.tuned import shipped_choices
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
@@ -102,6 +103,25 @@ def dense(driver: CompilingDriver) -> None:
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
     driver.where = "doctor, reading"
     block_maxima(torch.empty(64 * BLOCK, dtype=torch.int32, device=META))
+
+
+def float8_cache(driver: CompilingDriver) -> None:
+    """What takes a float8 cache, of 8B: decode, windows, trees, prompts, with scales and without; the deterministic
+    mode."""
+    rank = Rank(driver, "8b", kv_dtype=FP8)
+    for bucket in (1, 32, 128):
+        rank.decode(bucket)
+    for tokens in (MOST_PREFILL, 255):
+        rank.prefill(tokens)
+    for rows, tokens in ((32, 16), (8, 4), (32, 5)):
+        rank.several_queries(rows, tokens)
+    rank.several_queries(1, 32, tree=True)
+    for tokens in (2048, 255):
+        driver.where = f"scaled, {tokens} tokens"
+        rotate = rope_prefill.rope_and_cache if tokens > 255 else rope_decode.rope_and_cache
+        packed = torch.empty(tokens, 48 * 128, dtype=torch.bfloat16, device=META)
+        _rotate(rotate, packed, 32, kv_dtype=FP8, factors=torch.empty(2, 8, device=META))
+    same_bits(driver, "8b", buckets=(1, 64), kv_dtype=FP8)
 
 
 def more_dense(driver: CompilingDriver) -> None:
@@ -334,13 +354,21 @@ def rotation(driver: CompilingDriver) -> None:
         _rotate(run, wide, 0)
 
 
-def _rotate(run: Callable[..., Tensor], packed: Tensor, heads: int, norm: bool = True) -> None:
+def _rotate(
+    run: Callable[..., Tensor],
+    packed: Tensor,
+    heads: int,
+    norm: bool = True,
+    kv_dtype: torch.dtype | None = None,
+    factors: Tensor | None = None,
+) -> None:
     """``packed`` [tokens, (heads + 8 + 8) * dim] into pages of 64 tokens."""
     tokens, dim = packed.shape[0], packed.shape[1] // (heads + 16)
     q_norm, k_norm = (torch.empty(dim, dtype=packed.dtype, device=META) if norm else None for _ in "qk")
     at = torch.empty(tokens, dtype=torch.int64, device=META)
-    kv = empty_kv_layer(tokens // 64 + 1, 64, 8, dim, packed.dtype, str(META))
-    run(packed, heads, kv, Rotation(q_norm, k_norm, 1e-6, torch.empty(40960, dim, device=META), at, at), True)
+    kv = empty_kv_layer(tokens // 64 + 1, 64, 8, dim, kv_dtype or packed.dtype, str(META))
+    angles = torch.empty(40960, dim, device=META)
+    run(packed, heads, kv, Rotation(q_norm, k_norm, 1e-6, angles, at, at, factors), True)
 
 
 def pushing(driver: CompilingDriver) -> None:
@@ -628,6 +656,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-exchanges-of-prompts": lambda driver: exchanges_of_prompts(driver, 2048, 4096),
     "more-exchanges": lambda driver: exchanges(driver, 2, 3, 5),
     "slot-state": slot_state,
+    "float8-cache": float8_cache,
     "more-slot-state": more_slot_state,
     "table": shipped_table,
     "small-gpus": small_gpus,

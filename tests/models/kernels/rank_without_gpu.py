@@ -164,6 +164,7 @@ class Rank:
         tp: int = 1,
         ep: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
         same_bits: bool = False,
         layers: int = 2,
     ) -> None:
@@ -172,13 +173,14 @@ class Rank:
         config = dataclasses.replace(config, layers=layers, experts=experts)
         self._driver = driver
         self._name = f"{shape} {'ep' if ep else 'tp'}{tp} {str(dtype).removeprefix('torch.')}"
+        self._name += f", cache {str(kv_dtype).removeprefix('torch.')}" if kv_dtype else ""
         self.kernels: Kernels = nvidia_kernels(META, prefill="triton")
         if same_bits:
             self._name = f"deterministic {self._name}"
             self.kernels = invariant_nvidia_kernels(META)
         build, split = model_class(config.architecture), ExpertSplit(whole=ep)
         self.model = without_memory(
-            lambda plan: build(config, ModelContext(FirstRank(tp), self.kernels, dtype, split, plan=plan)),
+            lambda plan: build(config, ModelContext(FirstRank(tp), self.kernels, dtype, split, kv_dtype, plan=plan)),
             config.quantization,
         )
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)

@@ -87,6 +87,7 @@ class RigLimits(TypedDict, total=False):
     prefix_caching: bool
     device: Device | None
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None
     shape: Mapping[str, object] | None
     kernels: Kernels | None
     buckets: tuple[int, ...] | None
@@ -133,6 +134,7 @@ def rig(
     prefix_caching: bool = True,
     device: Device | None = None,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     shape: Mapping[str, object] | None = None,
     collectives: Collectives | None = None,
     experts: ExpertSplit | None = None,
@@ -191,6 +193,7 @@ def rig(
         folder,
         load_format="safetensors" if folder else "dummy",
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device.torch_device,
         collectives=collectives or SingleRank(),
         experts=experts,

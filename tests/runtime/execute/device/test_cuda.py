@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.cache_layout import CacheLayout, PagedKV
+from models.cache_layout import CacheLayout
+from models.kv_group import keys_and_values
 from runtime.execute.cache.sizing import CacheMemoryError, CacheShape, size_cache
 from runtime.execute.device.cuda import CudaDevice, CudaStream
 from runtime.execute.device.protocol import DeviceError
@@ -236,7 +237,7 @@ def test_memory_outside_the_allocator_counts_up_to_2_gib(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, total))
     for name in ("memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: weights)
-    shape = CacheShape(CacheLayout((PagedKV(kv_heads=1, head_dim=128, dtype=torch.bfloat16),) * 36), 16, 8)
+    shape = CacheShape(CacheLayout((keys_and_values(1, 128, torch.bfloat16),) * 36), 16, 8)
     limits = {"max_model_len": 4096, "reserve_tokens": 8}
     if left is None:
         with pytest.raises(CacheMemoryError, match="are free: type --num-blocks"):

@@ -1,0 +1,27 @@
+"""An element of the KV cache in Triton: how keys and values become what the cache holds.
+
+Knows: dtypes of a cache, saturation of float8_e4m3fn. Does not know: where an element lies, rotation, attention.
+
+Loads need no function: every code of float8_e4m3fn is exact in the 16-bit dtypes of queries.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_element(x, factor, compute: tl.constexpr, held: tl.constexpr, SCALED: tl.constexpr):
+    """``x`` as a cache of dtype ``held`` keeps it: rounded to ``compute``, the dtype of queries, before anything else,
+    as where the cache is of that dtype. ``factor``: of values with scales, when SCALED. NaN stays NaN.
+    """
+    x = x.to(compute)
+    if held == tl.float8e4nv:
+        x = x.to(tl.float32)
+        if SCALED:
+            x = x * factor
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    return x.to(held)
