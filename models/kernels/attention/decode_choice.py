@@ -128,6 +128,8 @@ class DecodeChoice:
             blocks = tuned.blocks if needed <= shared else blocks
         if kv_layer.dtype == FP8 and pairs >= _MANY_PAIRS:  # where other dtypes come by TMA; 64 keys would spill
             blocks = 32, *blocks[1:]
+        if kv_layer.dtype == FP8 and tall >= 128:  # with fewer warps the codes' conversion would spill
+            blocks = *blocks[:2], 8
         if kv_layer.dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
             blocks = min(blocks[0], 32), 3, 8
         return False, blocks
