@@ -15,6 +15,7 @@ from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, LinearShape, Scaled
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.traits import H200
+from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight, fp8
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -137,9 +138,10 @@ def test_what_runs_fp8_serves_matrices_of_every_width(monkeypatch: pytest.Monkey
     """Shapes of one choice share it, so the group of activations comes from the matrix."""
     asked: list[int] = []
 
-    def quantise(x_MK: torch.Tensor, group: int, pdl: bool, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(x_MK: torch.Tensor, group: int, pdl: bool) -> Quantised:
         asked.append(group)
-        return torch.zeros(rows, x_MK.shape[1]), torch.zeros(x_MK.shape[1] // group, rows)
+        made = Quantised.empty(*x_MK.shape, group, x_MK.dtype, x_MK.device)
+        return replace(made, codes=torch.zeros(made.codes.shape))
 
     monkeypatch.setattr(product_rows.codes, "quantise", quantise)
     monkeypatch.setattr(torch, "_scaled_mm", lambda x, w, *scales, out_dtype: (x @ w.float()).to(out_dtype))
