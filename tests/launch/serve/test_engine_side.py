@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 
 from runtime.config import EngineConfig
-from runtime.frontend import chat_template, tokenizer
+from runtime.frontend import answer_text, chat_template, tokenizer
 from runtime.frontend.api_links import Beats
 from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_server import EngineServer
@@ -64,7 +64,7 @@ def test_the_engine_s_side_holds_no_tokenizer() -> None:
 
 
 def noted_threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """By name of each function of tokenizer.py and chat_template.py: in which threads it has run."""
+    """By name of each function of tokenizer.py, answer_text.py and chat_template.py: in which threads it has run."""
     threads: dict[str, set[int]] = {}
 
     def noted(function: Any, name: str) -> Any:
@@ -75,7 +75,7 @@ def noted_threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
 
         return run
 
-    for module in (tokenizer, chat_template):
+    for module in (tokenizer, answer_text, chat_template):
         for kind in (held for held in vars(module).values() if inspect.isclass(held)):
             if kind.__module__ == module.__name__ and not issubclass(kind, Exception):
                 for name, function in [*vars(kind).items()]:
