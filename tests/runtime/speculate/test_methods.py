@@ -110,7 +110,10 @@ def test_trees_with_more_tokens_a_place_than_draft_ids_are_refused_at_the_start(
 LoadFormat = Literal["safetensors", "dummy"]
 OWN = {"method": "mtp", "num_speculative_tokens": 3}
 NEXT = {**TINY, **FAMILIES["qwen3-next"]}
-PLAIN: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "layer_types": None}
+PLAIN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    **dict.fromkeys(FAMILIES["qwen3-next"].keys() - TINY.keys()),
+}
 SAFETENSORS: Final = "safetensors"
 DUMMY: Final = "dummy"
 
