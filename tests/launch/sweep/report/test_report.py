@@ -579,6 +579,7 @@ addEventListener("load", () => {
     CHROMIUM is None and not REQUIRED, reason="no browser here; Debian: apt-get install chromium-headless-shell"
 )
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_browser_shows_it_readably(whole: Path, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
