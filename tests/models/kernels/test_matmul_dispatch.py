@@ -140,7 +140,8 @@ def test_what_runs_fp8_serves_matrices_of_every_width(monkeypatch: pytest.Monkey
 
     def quantise(x_MK: torch.Tensor, group: int, pdl: bool) -> Quantised:
         asked.append(group)
-        made = Quantised.empty(*x_MK.shape, group, x_MK.dtype, x_MK.device)
+        tokens, inner = x_MK.shape
+        made = Quantised.empty(tokens, inner, group, x_MK.dtype, x_MK.device)
         return replace(made, codes=torch.zeros(made.codes.shape))
 
     monkeypatch.setattr(product_rows.codes, "quantise", quantise)
