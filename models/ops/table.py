@@ -37,6 +37,10 @@ class Row:
     fallback: str | None = None
 
 
+def takes_every(ops: Any, call: Any) -> None:
+    """``refuses`` of a row that is bound to each kind of call, and takes all of them."""
+
+
 def plain(op: str, run: Run, *form: str) -> Row:
     """A row of a function that needs nothing of its ops."""
     return Row(op, lambda ops: run, frozenset(form))

@@ -130,7 +130,7 @@ def joined(deltas: Iterable[Delta]) -> Delta:
 
 
 def merged(deltas: Iterable[Delta]) -> Delta:
-    """A whole message's content, reasoning and tool calls. Content is None where there is none next to others."""
+    """A whole message: content, reasoning and tool calls. Empty content next to others is None."""
     found, calls = dict[str, str](), dict[int, Delta]()
     for delta in deltas:
         for name, text in delta.items():

@@ -33,7 +33,7 @@ class MinimaxM2(CallFormat):
         return True
 
     def _one(self) -> Steps[bool]:
-        """One call of a group; False, at its mark, where there is none."""
+        """Reads one call of a group. False, at the mark, if none follows."""
         read = self.read
         if not (yield from read.skip(self.invoke[0])):
             return False

@@ -5,8 +5,8 @@ pointers, or by the tensor memory accelerator (TMA; sm_90 and later). Does not k
 rows are split and ordered (decode_work.py), how splits are merged (decode_merge.py), which of the two is better
 (decode_choice.py).
 
-The grid is fixed and one-dimensional: a program takes every so-manieth item (unit of the list, kv head), in most steps
-one. Programs without an item leave at once. The GPU starts programs in order, so the largest splits begin first.
+The grid is fixed and one-dimensional: of n programs each takes every n-th item (unit of the list, kv head), in most
+steps one. Programs without an item leave at once. The GPU starts programs in order, so the largest splits begin first.
 
 TMA is made to save energy (docs/decisions/0010): with a thousand pairs or more of row and kv head, memory bandwidth is
 saturated and the step runs into the GPU's power limit, so a kernel that draws less leaves a higher clock to the GEMMs

@@ -47,11 +47,6 @@ class SplitRule:
     most: int
 
 
-def even_rule(block: int, splits: int) -> SplitRule:
-    """So many splits for every row that has as many blocks, however long it is."""
-    return SplitRule(block, splits, ANY_LENGTH, splits)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
     """``DecodeAttention.work`` of NvidiaOps: a step's list, for all its layers.

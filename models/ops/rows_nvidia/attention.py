@@ -37,7 +37,7 @@ from models.kernels.interface import Rotation
 from models.kernels.matmul import codes
 from models.ops.rows_nvidia.dense import with_pdl
 from models.ops.rows_reference import attention as in_torch
-from models.ops.table import INVARIANT, Key, Row, Run, plain
+from models.ops.table import INVARIANT, Key, Row, Run, plain, takes_every
 from parallel.comm.quantised import Activations, Quantised
 
 MOST_FLOAT32_ROWS = 32  # query rows of a kv head; above, the float32 kernel spills and takes minutes to compile
@@ -350,7 +350,7 @@ def _require_head_dim(kv_layer: Tensor) -> None:
 ROWS = (
     Row("rope_and_cache", with_pdl(rope_prefill.rope_and_cache), refuses=_few),
     Row("rope_and_cache", with_pdl(rope_decode.rope_and_cache), refuses=_uneven),
-    Row("plan_decode", _plan, refuses=lambda ops, call: None),
+    Row("plan_decode", _plan, refuses=takes_every),
     Row("attend", _windows, refuses=_no_window),
     Row("attend", _list, refuses=_no_list),
     Row("attend", _splits, refuses=_ragged),

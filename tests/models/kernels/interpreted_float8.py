@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.attention import decode, decode_list, decode_work, invariant, rope_decode, rope_prefill
-from models.kernels.attention.decode_work import SplitRule, even_rule
+from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.interface import Rotation
 from models.kv_group import FP8, bits_of
@@ -110,7 +110,9 @@ def attention(kernels: Nvidia) -> None:
             launch: dict[str, Any] = {"stages": 2, "warps": 4, "pdl": False}
             found = [kernels.decode_attention(q, cache.kv, inputs, scale)]
             found.append(
-                decode.decode_attention(q, heads, cache.kv, inputs, even_rule(16, 4), scale, *memory, **launch)
+                decode.decode_attention(
+                    q, heads, cache.kv, inputs, SplitRule(16, 4, ANY_LENGTH, 4), scale, *memory, **launch
+                )
             )
             work = decode_work.plan_decode(inputs, SplitRule(16, 1, 16, 64), pdl=False)
             launch |= {"tma": False, "block_n": 16, "programs": 5}

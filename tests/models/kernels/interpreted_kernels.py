@@ -23,7 +23,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
 from models.kernels.attention import decode
-from models.kernels.attention.decode_work import even_rule
+from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates, codes
 from models.kernels.matmul import norm as norm_kernels
@@ -225,7 +225,7 @@ def attention(kernels: Nvidia) -> None:
                 heads,
                 cache.kv,
                 cache.inputs(query_len),
-                even_rule(block_n, splits),
+                SplitRule(block_n, splits, ANY_LENGTH, splits),
                 dim**-0.5,
                 kernels.attention_sums,
                 kernels.attention_counters,
