@@ -1,9 +1,9 @@
 """A budget in CPU seconds for each test: a pytest plugin (tests/conftest.py).
 
 A test may take LIMIT_S, in a quick folder or file (QUICK without SLOWER) QUICK_LIMIT_S. Markers in LIFTED remove the
-limit. A test above its limit runs a second time, and fails if that run takes more than TIMES times the limit: the first
-run may have filled caches, and on a busy machine the same work takes more CPU time. A worker's first test pays for
-imports and is excluded.
+limit. A test above TIMES times its limit runs a second time, and fails if that run is above it, too: the first run may
+have filled caches, and on a busy machine the same work takes more CPU time. A worker's first test pays for imports and
+is excluded. Seconds are those of a CPU that takes REFERENCE_S for a fixed piece of work: a slower one divides.
 
 Knows: CPU time of this process and of child processes that were waited for. Does not know: wall time, which depends on
 the machine's load, or processes that outlive a test.
@@ -22,7 +22,8 @@ from _pytest.runner import runtestprotocol
 
 LIMIT_S = 1.0
 QUICK_LIMIT_S = 0.1
-TIMES = 8  # a slow CPU under load takes four times as long for the same work
+TIMES = 3
+REFERENCE_S = 0.010
 LIFTED = ("slow", "long", "gpu", "multigpu", "slurm")
 # Quick folders and files: each test takes at most QUICK_LIMIT_S, and `make check` runs them after every edit.
 QUICK: tuple[str, ...] = (
@@ -98,12 +99,26 @@ SLOWER: tuple[str, ...] = (
     "tests/runtime/watchdog/test_watchdog.py",
 )
 ROOT = Path(__file__).resolve().parents[1]
-TIMES_FILE = "LOCKSTRIDE_TEST_TIMES"  # environment: a file for one JSON line per test: name, CPU s, wall s
+TIMES_FILE = (
+    "LOCKSTRIDE_TEST_TIMES"  # environment: a file for one JSON line per test: name, CPU s (of the reference), wall s
+)
 
 
 def cpu_s() -> float:
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
+
+
+def slowness() -> float:
+    """How many times longer this CPU takes for a fixed piece of work than REFERENCE_S; at least 1."""
+
+    def once() -> float:
+        began, total = time.process_time(), 0
+        for number in range(300_000):
+            total += number
+        return time.process_time() - began
+
+    return max(1.0, min(once() for _ in range(3)) / REFERENCE_S)
 
 
 def is_quick(path: Path) -> bool:
@@ -125,10 +140,11 @@ def limit_s(item: pytest.Item) -> float:
 
 
 class Budget:
-    """The plugin. ``clock`` returns CPU seconds; tests of this file give another one."""
+    """The plugin. ``clock`` returns CPU seconds; tests of this file give another one, without ``slowness``."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or cpu_s
+        self._slowness = 1.0 if clock else slowness()
         self._first = True
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
@@ -146,7 +162,7 @@ class Budget:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports, used = self._run(item, nextitem)
         first, self._first = self._first, False
-        if not first and used > limit_s(item) and all(report.passed for report in reports):
+        if not first and used > TIMES * limit_s(item) and all(report.passed for report in reports):
             again, used = self._run(item, nextitem)
             if used > TIMES * limit_s(item) and all(report.passed for report in again):  # some tests run only once
                 reports = [exceeded(report, used, limit_s(item)) for report in again]
@@ -160,7 +176,7 @@ class Budget:
             item._initrequest()  # a second run needs new fixtures
         began, at = self._clock(), time.monotonic()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        used = self._clock() - began
+        used = (self._clock() - began) / self._slowness
         if path := os.environ.get(TIMES_FILE):
             with open(path, "a") as file:
                 file.write(json.dumps([item.nodeid, round(used, 3), round(time.monotonic() - at, 3)]) + "\n")
