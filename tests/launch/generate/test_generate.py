@@ -109,6 +109,25 @@ def test_several_prompts_of_a_line_are_choices_of_one_row(tmp_path: Path) -> Non
     assert [choice["logprobs"]["tokens"] for choice in scored["choices"]] == [["a", "b"], ["c"]]
 
 
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"prompt_logprobs": 2}])
+def test_scored_prompts_of_a_batch_end_by_length(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Also where the one token that is generated all the same is an end token."""
+    body = {"prompt": [5, 6, 7], "seed": 1, **fields}
+
+    def choice(**more: Any) -> dict[str, Any]:
+        line = {"custom_id": "a", "url": "/v1/completions", "body": {**body, **more}}
+        write_input(tmp_path, [json.dumps(line).encode()])
+        code, output = generate(tmp_path, "--overwrite")
+        assert code == 0
+        (found,) = rows_of(output)[0]["response"]["body"]["choices"]
+        return dict(found)
+
+    said = choice(max_tokens=1)["token_ids"]
+    assert choice(max_tokens=1, stop_token_ids=said)["finish_reason"] == "stop"
+    scored = choice(max_tokens=0, echo=True, stop_token_ids=said)
+    assert (scored["finish_reason"], scored["token_ids"]) == ("length", [])
+
+
 def test_bad_lines_become_error_rows_and_change_nothing_for_the_others(tmp_path: Path) -> None:
     good = good_lines(20)
     write_input(tmp_path, good)

@@ -407,6 +407,31 @@ def test_answers_to_one_prompt_are_one_request_to_the_engine() -> None:
     run(body, fake)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_eight_answers_without_a_prefix_cache_compute_their_prompt_once(stream: bool) -> None:
+    """By a real engine's counters of computed tokens; each answer is the one that a request of its own gets."""
+    prompt = [3 + at % 50 for at in range(41)]
+    asked = {"prompt": prompt, "max_tokens": 6, "temperature": 1.0, "return_token_ids": True, "ignore_eos": True}
+
+    async def body(engine: Any) -> tuple[list[list[int]], dict[str, int]]:
+        engine.hold = threading.Event()
+        async with served(engine) as client:
+            reply = await client.post("/v1/completions", {**asked, "seed": 5, "n": 8, "stream": stream})
+            chunks = chunks_of(reply) if stream else [reply.json]
+            counted = dict(engine.counters)
+            alone = [await client.post("/v1/completions", {**asked, "seed": 5 + i}) for i in range(8)]
+        tokens = [[t for chunk in chunks for c in chunk["choices"] if c["index"] == i for t in c["token_ids"]]
+                  for i in range(8)]  # fmt: skip
+        assert tokens == [one.json["choices"][0]["token_ids"] for one in alone]
+        return tokens, counted
+
+    with rig(rows=9, prefix_caching=False) as engine:  # of nine rows one request may have eight
+        tokens, counted = asyncio.run(body(engine))
+    assert (counted["prefill_tokens"], counted["forks"], counted["forked_tokens"]) == (41, 7, 7 * 41)
+    assert len({tuple(one) for one in tokens}) == 8
+
+
 @pytest.mark.parametrize(
     "large",
     [{"prompt": [[5, i] for i in range(12)]}, {"prompt": [5, 6], "n": 12}, {"prompt": [5, 6], "n": 12, "stream": True}],
@@ -618,6 +643,30 @@ def test_the_token_behind_an_echo_alone_is_shown_nowhere() -> None:
         assert (await client.post("/v1/completions", ended)).json["choices"][0]["finish_reason"] == "length"
         ((_, chunk), _) = (await client.post("/v1/completions", {**ended, "stream": True})).events
         assert chunk["choices"][0]["finish_reason"] == "length", "it has no answer that could stop"
+
+    run(body)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 1}, {"prompt_logprobs": 2}])
+def test_scored_prompts_end_by_length(fields: dict[str, Any]) -> None:
+    """Also where the one token that is generated all the same is an end token. Log-probabilities of prompts are not
+    streamed."""
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": [[5, 6, 7], [8, 9]], "seed": 1, "return_token_ids": True}
+        said = (await client.post("/v1/completions", {**asked, "max_tokens": 1, "n": 2})).json["choices"]
+        ends = [token for choice in said for token in choice["token_ids"]]
+        scored = {**asked, **fields, "echo": True, "max_tokens": 0, "stop_token_ids": ends}
+        choices = (await client.post("/v1/completions", scored)).json["choices"]
+        assert len(choices) == 2 * fields.get("n", 1)
+        assert {(choice["finish_reason"], len(choice["token_ids"])) for choice in choices} == {("length", 0)}
+        reply = await client.post("/v1/completions", {**scored, "stream": True})
+        if fields.keys() & {"logprobs", "prompt_logprobs"}:
+            assert (reply.status, reply.error["param"]) == (400, "stream")
+            return
+        chunks = chunks_of(reply)
+        last = {choice["index"]: choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]}
+        assert last == dict.fromkeys(range(len(choices)), "length")
 
     run(body)
 
