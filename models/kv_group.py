@@ -14,12 +14,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """What a layer keeps of each token under one ``name``: ``heads`` of this rank with ``dim`` values each."""
+    """What a layer keeps of each token under one ``name``: ``heads`` of this rank with ``dim`` values each.
+
+    ``window``: tokens that a query sees, its own included; None: all.
+    """
 
     name: str
     heads: int
     dim: int
     dtype: torch.dtype
+    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,17 +41,16 @@ def bits_of(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-def keys_and_values(heads: int, dim: int, dtype: torch.dtype) -> Planes:
+def keys_and_values(heads: int, dim: int, dtype: torch.dtype, window: int | None = None) -> Planes:
     """The planes of grouped-query attention; ``heads``: key/value heads of this rank."""
-    return Plane("key", heads, dim, dtype), Plane("value", heads, dim, dtype)
+    return Plane("key", heads, dim, dtype, window), Plane("value", heads, dim, dtype, window)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """The layers (their numbers) that keep the same planes, in pages of ``page_size`` tokens.
 
-    A page has the same number in all layers. Queries read all tokens before them, so no page is released before its
-    request ends.
+    A page has the same number in all layers. No page is released before its request ends.
     """
 
     layers: tuple[int, ...]
@@ -68,6 +71,11 @@ class KvGroup:
     def dtype(self) -> torch.dtype:
         return self.planes[0].dtype
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query of these layers sees, its own included; None: all."""
+        return self.planes[0].window
+
     def shape(self, pages: int) -> tuple[int, ...]:
         """Of a layer's tensor, [planes, pages, S, K, D]: its planes have one shape and dtype. The NHD layout."""
         first = self.planes[0]
@@ -75,7 +83,8 @@ class KvGroup:
 
     def __str__(self) -> str:
         first = self.planes[0]
+        seen = "" if self.window is None else f", window {self.window}"
         return (
             f"{len(self.layers)} layers x {len(self.planes)} x {self.page_size} tokens x "
-            f"{first.heads} heads x {first.dim} x {first.dtype.itemsize} B"
+            f"{first.heads} heads x {first.dim} x {first.dtype.itemsize} B{seen}"
         )

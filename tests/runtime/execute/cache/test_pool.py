@@ -70,3 +70,10 @@ def test_blocks_are_copied_in_every_layer_and_states_in_every_bank() -> None:
             pages = new.shape[1] == 10
             rows = [0, 7, 2, 3, 4, 2, 6, 7, 8, 2] if pages else [0, 1, 1, 1, 5, 5]
             assert torch.equal(new, old[:, rows])
+
+
+def test_layers_with_another_window_are_a_group_of_their_own() -> None:
+    windowed = keys_and_values(2, 64, torch.bfloat16, window=128)
+    groups = CacheLayout((windowed, ATTENTION, STATE, windowed)).groups(16)
+    assert [(group.layers, group.window) for group in groups] == [((0, 3), 128), ((1,), None)]
+    assert str(groups[0]).endswith("2 B, window 128")
