@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from models.config_reader import ConfigReader, Neutral, refuse_others
 
 BlockKind = Literal["mamba", "attention", "mlp", "moe"]
+
+BLOCK_KEYS: Final = """attention_head_dim conv_kernel hybrid_override_pattern layer_norm_epsilon layers_block_type
+    mamba_head_dim mamba_hidden_act mamba_num_heads mamba_proj_bias mamba_ssm_cache_dtype mlp_hidden_act moe_latent_size
+    moe_shared_expert_intermediate_size mtp_hybrid_override_pattern mtp_layers_block_type n_groups
+    n_routed_experts residual_in_fp32 ssm_state_size time_step_limit use_bias use_conv_bias"""
 
 _LETTERS: dict[str, BlockKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _WORDS: dict[str, BlockKind] = {
@@ -27,12 +32,11 @@ HEAD_DIM = 128  # where config.json does not say
 _MOST_BLOCKS = 10_000
 _NO_BOUND = 1e6  # of a time step
 
-_NEUTRAL: Neutral = {
+BLOCK_NEUTRAL: Neutral = {
     "mlp_hidden_act": (("relu2",), "another activation of its MLPs than squared ReLU"),
     "mamba_hidden_act": (("silu",), "another activation of its convolutions than SiLU"),
     "mamba_ssm_cache_dtype": (("float32",), "recurrent state of another dtype"),
     "residual_in_fp32": ((False,), "residuals of another dtype than activations"),
-    "sliding_window": ((0,), "sliding-window attention"),
     "attention_bias": ((False,), "biases of its attention"),
     "mlp_bias": ((False,), "biases of its MLPs"),
     "use_bias": ((False,), "biases of its Mamba-2 projections"),
@@ -63,11 +67,6 @@ class Mamba2Shape:
     def conv_channels(self) -> int:
         """Those of x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
-
-
-def has_blocks(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family whose blocks have one mixer each."""
-    return config.get("architectures") == ["NemotronHForCausalLM"]
 
 
 def block_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
@@ -131,7 +130,6 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for what the family can ask for and is not implemented.
     """
-    refuse_others(config, _NEUTRAL)
     limit = config.get("time_step_limit")
     if limit is not None and not _unlimited(limit):
         raise ValueError(f"'time_step_limit' is {limit!r}, but only [0.0, Infinity] is implemented")

@@ -1,44 +1,29 @@
-"""ModelConfig: the shape of a model, read once from config.json and generation_config.json and frozen.
+"""ModelConfig: the shape of a model, read once from config.json and frozen; FamilyConfig: what a family adds to that.
 
 Knows: how transformers 4 and 5 spell each fact, and which options of a checkpoint Lockstride does not implement.
-Does not know: tensor parallelism, sampling defaults; of files of weights it asks checkpoint.py for the dtype alone.
+Does not know: any family (models/families), folders (models/registry.py), tensor parallelism, sampling defaults.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from models.block_pattern import (
-    BlockKind,
-    Mamba2Shape,
-    block_kinds,
-    has_blocks,
-    mtp_kinds,
-    read_mamba2,
-    usual_block_keys,
-)
-from models.checkpoint import stored_dtype
-from models.config_keys import refuse_unknown
+from models.block_pattern import BlockKind, Mamba2Shape
+from models.config_keys import unlisted
 from models.config_reader import ConfigReader, Neutral, refuse_others
-from models.layers.delta_config import GatedDeltaShape, has_gated_delta, read_gated_delta, usual_keys
+from models.layers.delta_config import GatedDeltaShape
 from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
-from models.layers.routed_experts import RoutedExperts, read_routed_experts
+from models.layers.routed_experts import RoutedExperts
 from models.quantization import Quantization, read_quantization
 
 MOST_LAYERS = 10_000
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-# (rms_norm_eps, rope_theta) of families whose config.json does not say, as in transformers.
-_EPS_AND_THETA = {"MixtralForCausalLM": (1e-5, 1e6)}
-_USUAL_EPS_AND_THETA = (1e-6, 1e4)
-_HEAD_DIM = {"Qwen3ForCausalLM": 128}  # where config.json lacks the key; others divide hidden_size by heads
-_KV_HEADS = {"MistralForCausalLM": 8}  # the same; others have one per head
-_WINDOW = {"MistralForCausalLM": 4096}  # the same; others have no window
 # Options of other families that change what a model computes.
 _NEUTRAL: Neutral = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ((), "soft-capped logits")),
@@ -119,93 +104,116 @@ class ModelConfig:
         """Whether that layer's MLP is sparse."""
         return self.experts is not None and layer in self.experts.layers
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read ``folder``/config.json and, where it exists, generation_config.json. Raises ModelConfigError."""
-        folder = Path(folder)
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ModelConfigError(
-                f"{folder} holds no config.json; --model must be a folder as transformers' save_pretrained writes it"
-            )
-        config = read_json_object(path)
-        generation_path = folder / "generation_config.json"
-        generation = read_json_object(generation_path) if generation_path.is_file() else {}
-        try:
-            eos = _token_ids(generation, "eos_token_id")
-        except ValueError as error:
-            raise ModelConfigError(f"{generation_path}: {error}") from error
-        text = config.get("text_config")
-        named = [one.get(key) for one in (config, text) if isinstance(one, dict) for key in ("dtype", "torch_dtype")]
-        if not any(named) and (stored := stored_dtype(folder)) in DTYPES.values():
-            config["dtype"] = str(stored).removeprefix("torch.")
-        exported = folder / "hf_quant_config.json"
-        try:
-            return cls.from_dict(config, eos, read_json_object(exported) if exported.is_file() else None)
-        except ValueError as error:
-            raise ModelConfigError(f"{path}: {error}") from error
 
-    @classmethod
-    def from_dict(
-        cls,
-        config: Mapping[str, Any],
-        eos_token_ids: tuple[int, ...] = (),
-        exported: Mapping[str, Any] | None = None,
-        of_drafter: bool = False,
-    ) -> ModelConfig:
-        """From the parsed content of config.json. ``eos_token_ids``: of generation_config.json; they win. ``exported``:
-        the content of hf_quant_config.json. ``of_drafter``: unknown keys are legal. Raises ValueError."""
-        blocks = block_kinds(config) if has_blocks(config) else ()
-        if blocks:
-            config = usual_block_keys(config)
-        delta = None
-        if has_gated_delta(config):
-            config = usual_keys(config)
-            delta = read_gated_delta(config)
-            config.pop("layer_types", None)  # of which the shape keeps what they say
-        _refuse_unimplemented(config, of_drafter)
-        read = ConfigReader(config)
-        heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
-        architecture = _architecture(config)
-        head_dim = read.size("head_dim", default_head_dim(config))
-        kv_heads = read.size("num_key_value_heads", _KV_HEADS.get(architecture, heads))
-        if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        max_positions = read.size("max_position_embeddings")
-        default_eps, default_theta = _EPS_AND_THETA.get(architecture, _USUAL_EPS_AND_THETA)
-        rope_parameters = _rope_parameters(config, default_theta)
-        rope = rope_from_parameters(rope_parameters, max_positions)
-        max_length = _max_length(rope, max_positions)
-        _refuse_sliding_window(config, max_length)
-        bos = _token_ids(config, "bos_token_id")
-        return cls(
-            architecture=architecture,
-            vocab_size=read.size("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=read.size("intermediate_size"),
-            layers=read.size("num_hidden_layers", most=MOST_LAYERS),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary_dim=_rotary_dim(config, rope_parameters, head_dim),
-            rms_norm_eps=read.number("rms_norm_eps", default_eps),
-            max_length=max_length,
-            rope=rope,
-            dtype=_dtype(config),
-            tied_embeddings=read.flag("tie_word_embeddings"),
-            attention_bias=read.flag("attention_bias"),
-            mlp_bias=read.flag("mlp_bias"),
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=eos_token_ids or _token_ids(config, "eos_token_id"),
-            experts=read_routed_experts(architecture, config),
-            delta=delta,
-            blocks=blocks,
-            mamba=read_mamba2(config) if "mamba" in blocks else None,
-            mtp_layers=_mtp_layers(config),
-            mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
-            mtp_blocks=mtp_kinds(config) if blocks and _mtp_layers(config) else (),
-            quantization=read_quantization(config, exported),
+def _unless_off(config: Mapping[str, Any]) -> bool:
+    return config.get("use_sliding_window") is not False
+
+
+def _as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config
+
+
+def _no_experts(config: Mapping[str, Any]) -> RoutedExperts | None:
+    return None
+
+
+def _nothing_more(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyConfig:
+    """How a family's config.json is read where it differs from Llama's. Functions raise ValueError naming the key.
+
+    Where the key is absent, as in transformers: ``eps``; ``theta``; ``head_dim``, None: hidden_size / heads;
+    ``kv_heads``, None: one a head (a null always means None); ``window``, None: no sliding window; ``tied``.
+    ``reads``: names of further keys, separated by spaces, also of those that others must have neutral. ``neutral``:
+    further options that it must have neutral. ``qk_norms``: queries and keys are normed. ``layer_types``: the kinds
+    that it implements. ``slides``: whether a layer uses the window that the config names.
+    ``usual``: the config in the usual keys; all others see its result. ``experts``: its sparse layers; None: has none.
+    ``more``: fields of ModelConfig that only few families have.
+    """
+
+    eps: float = 1e-6
+    theta: float = 1e4
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    window: int | None = None
+    tied: bool = False
+    reads: str = ""
+    neutral: Neutral = field(default_factory=dict)
+    qk_norms: bool = False
+    layer_types: tuple[str, ...] = ("full_attention",)
+    slides: Callable[[Mapping[str, Any]], bool] = _unless_off
+    usual: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
+    experts: Callable[[Mapping[str, Any]], RoutedExperts | None] = _no_experts
+    more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
+
+
+def model_config(
+    config: Mapping[str, Any],
+    family: FamilyConfig,
+    eos_token_ids: tuple[int, ...] = (),
+    exported: Mapping[str, Any] | None = None,
+    of_drafter: bool = False,
+) -> ModelConfig:
+    """From the parsed content of config.json. ``eos_token_ids``: of generation_config.json; they win. ``exported``:
+    the content of hf_quant_config.json. ``of_drafter``: unknown keys are legal. Raises ValueError."""
+    config = family.usual(config)
+    architecture = architecture_of(config)
+    _refuse_unimplemented(config, family)
+    if not of_drafter and (unknown := unknown_keys(config, family)):
+        key = unknown[0]
+        raise ValueError(
+            f"{key!r} is {config[key]!r}, a key that {architecture} is not known to have; remove it from config.json "
+            "if it does not change what the model computes"
         )
+    read = ConfigReader(config)
+    heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
+    of_head, of_group = (
+        default if key not in config and default else otherwise
+        for key, default, otherwise in (
+            ("head_dim", family.head_dim, hidden_size // heads),
+            ("num_key_value_heads", family.kv_heads, heads),
+        )
+    )
+    head_dim, kv_heads = read.size("head_dim", of_head), read.size("num_key_value_heads", of_group)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    max_positions = read.size("max_position_embeddings")
+    rope_parameters = _rope_parameters(config, family.theta)
+    rope = rope_from_parameters(rope_parameters, max_positions)
+    max_length = _max_length(rope, max_positions)
+    _refuse_sliding_window(config, family, max_length)
+    bos = token_ids(config, "bos_token_id")
+    experts = family.experts(config)
+    if experts is not None and experts.per_token > experts.count:
+        raise ValueError(f"'num_experts_per_tok' is {experts.per_token}, but a layer has only {experts.count} experts")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=read.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read.size("intermediate_size"),
+        layers=read.size("num_hidden_layers", most=MOST_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(config, rope_parameters, head_dim),
+        rms_norm_eps=read.number("rms_norm_eps", family.eps),
+        max_length=max_length,
+        rope=rope,
+        dtype=_dtype(config),
+        tied_embeddings=read.flag("tie_word_embeddings", family.tied),
+        attention_bias=read.flag("attention_bias"),
+        mlp_bias=read.flag("mlp_bias"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos_token_ids or token_ids(config, "eos_token_id"),
+        experts=experts,
+        mtp_layers=mtp_layers(config),
+        mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
+        quantization=read_quantization(config, exported),
+        **family.more(config),
+    )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -219,24 +227,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def default_head_dim(config: Mapping[str, Any]) -> int:
-    """Of a family whose config.json does not say; a null is no silence."""
-    known = None if "head_dim" in config else _HEAD_DIM.get(_architecture(config))
-    return known or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The one name in 'architectures'. Raises ValueError."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(f"'architectures' must name one architecture, not {names!r}")
     return names[0]
 
 
-def _refuse_unimplemented(config: Mapping[str, Any], of_drafter: bool) -> None:
-    refuse_others(config, _NEUTRAL)
-    normed = "Qwen3" in str(config.get("architectures"))
-    meaning = f"{'no ' * normed}norms of queries and keys"
-    refuse_others(config, dict.fromkeys(_QK_NORMS, ((normed,), meaning)))
+def unknown_keys(config: Mapping[str, Any], family: FamilyConfig) -> list[str]:
+    """Keys that may change what a model computes: set, neither read nor idle."""
+    return unlisted(config, {*_NEUTRAL, *_QK_NORMS, *family.neutral, *family.reads.split()})
+
+
+def differing_keys(config: Mapping[str, Any], family: FamilyConfig) -> list[str]:
+    """Unknown keys, and options that ask for what the family does not implement."""
+    neutral = {**_NEUTRAL, **family.neutral}
+    asked = [key for key in config if key in neutral and config[key] and config[key] not in neutral[key][0]]
+    return [*unknown_keys(config, family), *(key for key in asked if key not in family.reads.split())]
+
+
+def _refuse_unimplemented(config: Mapping[str, Any], family: FamilyConfig) -> None:
+    normed = family.qk_norms
+    norms = dict.fromkeys(_QK_NORMS, ((normed,), f"{'no ' * normed}norms of queries and keys"))
+    reads = family.reads.split()
+    refuse_others(config, {key: value for key, value in {**_NEUTRAL, **norms}.items() if key not in reads})
+    refuse_others(config, family.neutral)
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
     layer_types = config.get("layer_types") or []
@@ -251,27 +267,16 @@ def _refuse_unimplemented(config: Mapping[str, Any], of_drafter: bool) -> None:
             f"'max_position_embeddings' ({config.get('max_position_embeddings')!r}) to its "
             f"'original_max_position_embeddings' ({original!r})"
         )
-    if other := [kind for kind in layer_types if kind != "full_attention"]:
-        raise ValueError(
-            f"'layer_types' has {other[0]!r}, but sliding-window attention is not supported; only 'full_attention' is"
-        )
-    if not of_drafter:
-        refuse_unknown(config, _architecture(config), {*_NEUTRAL, *_QK_NORMS})
+    if other := [kind for kind in layer_types if kind not in family.layer_types]:
+        what = "but sliding-window attention is not supported; " if other[0] == "sliding_attention" else ""
+        raise ValueError(f"'layer_types' has {other[0]!r}, {what}only {' and '.join(map(repr, family.layer_types))} is")
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], max_length: int) -> None:
-    """Of families without ``use_sliding_window``, every layer slides. A window of ``max_length`` changes nothing."""
-    window = config.get("sliding_window", _WINDOW.get(_architecture(config)))
+def _refuse_sliding_window(config: Mapping[str, Any], family: FamilyConfig, max_length: int) -> None:
+    """A window of ``max_length`` changes nothing."""
+    window = config.get("sliding_window", family.window)
     read = ConfigReader({**config, "sliding_window": window})
-    if window is None or config.get("use_sliding_window") is False or read.number("sliding_window", 0) >= max_length:
-        return
-    family = str(config.get("architectures"))
-    if "Qwen2For" in family or "Qwen3For" in family:
-        some = read.number("max_window_layers", 0) < read.number("num_hidden_layers", 0)
-        slides = bool(config.get("use_sliding_window")) and some and not config.get("layer_types")
-    else:  # Qwen3-MoE: whatever 'max_window_layers' and 'layer_types' say
-        slides = bool(config.get("use_sliding_window")) or "Qwen" not in family
-    if slides:
+    if window and read.number("sliding_window", 0) < max_length and family.slides(config):
         raise ValueError(f"'sliding_window' is {window!r}, but sliding-window attention is not supported")
 
 
@@ -304,7 +309,7 @@ def _rotary_dim(config: Mapping[str, Any], rope_parameters: Mapping[str, Any], h
     return rotary_dim
 
 
-def _mtp_layers(config: Mapping[str, Any]) -> int:
+def mtp_layers(config: Mapping[str, Any]) -> int:
     """Qwen3.5 and DeepSeek-V3 have different keys for it; 0 where there is neither."""
     key = next((key for key in MTP_KEYS if config.get(key) is not None), None)
     if key is None or config[key] == 0:
@@ -329,7 +334,7 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A token id, a list of them, or nothing."""
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]

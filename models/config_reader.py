@@ -1,6 +1,7 @@
 """Typed reads of a parsed config.json.
 
-Knows: that a null counts as absent, and how a wrong value is refused. Does not know: any model.
+Knows: that a null counts as absent, how a wrong value is refused, where the text part of a model for images stands.
+Does not know: any model.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class ConfigReader:
             raise ValueError(f"{key!r} must be a number, not {value!r}")
         return float(value)
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
+        if value is None:
+            return default
+        if not isinstance(value, bool):
             raise ValueError(f"{key!r} must be true or false, not {value!r}")
-        return bool(value)
+        return value
 
 
 def refuse_others(config: Mapping[str, Any], neutral: Neutral) -> None:
@@ -54,3 +57,24 @@ def refuse_others(config: Mapping[str, Any], neutral: Neutral) -> None:
         if (value := config.get(key)) is not None and value not in values:
             only = f"only {values[0]!r} is implemented" if values else "this is not implemented"
             raise ValueError(f"{key!r} is {value!r}, which asks for {meaning}; {only}")
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text model in one that reads images, too. Raises ValueError."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"'text_config' must be an object, not {text!r}")
+    for key in ("rope_parameters", "rope_scaling"):
+        of_text = [text.get("rope_parameters"), text.get("rope_scaling")]
+        if config.get(key) and config[key] not in of_text:
+            raise ValueError(
+                f"{key!r} {config[key]!r} stands beside 'text_config', which says {of_text[0] or of_text[1]!r}; "
+                "put what you mean into its 'rope_parameters' and remove the outer one"
+            )
+    found = {**text, **{key: config[key] for key in ("architectures", "quantization_config") if key in config}}
+    if config.get("tie_word_embeddings") is not None:
+        found["tie_word_embeddings"] = config["tie_word_embeddings"]
+    for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
+        if found.get(key) is None and config.get(key) is not None:
+            found[key] = config[key]
+    return found

@@ -21,6 +21,7 @@ from models.fp8_at_load import quantised_at_load
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.layers.decoder import Decoder
 from models.ops.select import fp8_path, select_kernels
+from models.registry import config_from_folder
 from models.row_buckets import token_ladder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
@@ -97,7 +98,7 @@ def build_engine(
     ConfigError, models.config.ModelConfigError, models.weights.WeightsError or sizing.CacheMemoryError, each saying
     what to change.
     """
-    model_config = quantised_at_load(ModelConfig.from_folder(Path(config.model)), config.quantization)
+    model_config = quantised_at_load(config_from_folder(Path(config.model)), config.quantization)
     served = served_model(config, model_config)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     split = expert_split(config, model_config, agree_min, exchange)

@@ -72,8 +72,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/families",),
         ("models/layers",),
         ("models/group_size.py", "models/generation_config.py"),
-        ("models/config.py",),
-        ("models/checkpoint.py",),  # whose dtype is a config's that names none
+        ("models/config.py", "models/checkpoint.py"),
         ("models/weights_header.py",),
         (  # read by config.py: what config.json says
             "models/layers/rope.py",

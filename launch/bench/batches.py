@@ -21,7 +21,7 @@ from launch.bench.point import Point
 from launch.bench.roofline import Floor, Shape, drafter_shape, round_floor, target_floor
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds
 from launch.bench.speculation import Rounds
-from models.config import ModelConfig
+from models.registry import config_from_folder
 from runtime.engine import Engine
 from runtime.frontend.client import PromptRequest
 
@@ -142,7 +142,7 @@ class BatchBench:
             return floor, None
         of_round = round_floor(
             self._shape,
-            drafter_shape(speculation, ModelConfig.from_folder(session.folder), session.kv_dtype),
+            drafter_shape(speculation, config_from_folder(session.folder), session.kv_dtype),
             ceilings,
             batch=batch,
             length=length,

@@ -16,23 +16,19 @@ window's own KV, the arithmetic of recurrences and samplers; of drafters also no
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from models.block_pattern import HEAD_DIM, block_kinds, has_blocks, read_mamba2
-from models.config import ModelConfig, default_head_dim
+from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
 from models.fp8_at_load import AT_LOAD
 from models.kv_group import KvGroup, keys_and_values
-from models.layers.delta_config import has_gated_delta, read_gated_delta, usual_keys
-from models.quantization import Quantization, read_quantization
+from models.quantization import Quantization
+from models.registry import config_from_folder
 from parallel.layers.weight import fp8
 from runtime.speculative_config import SpeculativeConfig
 
@@ -62,83 +58,55 @@ class Shape:
         cls, folder: Path, kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None
     ) -> Shape:
         """Of a model folder's config.json; ``quantization``: as EngineConfig has it."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return cls.from_config(config, kv_dtype, quantization)
+        return cls.of(config_from_folder(folder), kv_dtype, quantization)
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None
-    ) -> Shape:
-        """Keys as transformers writes them; those of Qwen3-MoE where there are experts, of Qwen3-Next and Qwen3.5 where
-        there are gated delta nets; or those of Nemotron-H."""
-        shape = _of_blocks(config, kv_dtype) if has_blocks(config) else cls._of_layers(config, kv_dtype)
-        stored = read_quantization(config) or (AT_LOAD if quantization == "fp8" else None)
-        return shape if stored is None else replace(shape, coded_bytes=_coded_bytes(stored, config))
+    def of(cls, sizes: ModelConfig, kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Shape:
+        delta, mamba, experts = sizes.delta, sizes.mamba, sizes.experts
+        recurrent = len(delta.layers) if delta is not None else sizes.blocks.count("mamba")
+        attending = sizes.blocks.count("attention") if sizes.blocks else sizes.layers - recurrent
+        sparse = 0 if experts is None else len(experts.layers)
+        hidden, matrices = sizes.hidden_size, 2 if sizes.blocks else 3  # of an MLP
+        dense = attending * _attention(sizes, hidden, gates=int(delta is not None)) + sizes.vocab_size * hidden
+        dense += (
+            matrices
+            * hidden
+            * sizes.intermediate_size
+            * (sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - sparse)
+        )
+        kept, state, window = sizes.vocab_size * hidden, 0, 0
+        if experts is not None:
+            kept += sparse * experts.count * hidden
+            dense += sparse * hidden * (experts.count + matrices * experts.shared_size)
+        if delta is not None:
+            dense += recurrent * hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.v_heads)
+            state, window = delta.values * delta.k_dim, (2 * delta.keys + delta.values) * delta.taps
+        if mamba is not None:  # in: z, xBC, dt; out
+            dense += recurrent * hidden * (2 * mamba.inner + mamba.conv_channels + mamba.heads)
+            state, window = mamba.inner * mamba.state_size, mamba.taps * mamba.conv_channels
+        stored = sizes.quantization or (AT_LOAD if quantization == "fp8" else None)
+        return cls(
+            dense=dense,
+            expert=0 if experts is None else sparse * matrices * hidden * experts.intermediate_size,
+            experts=0 if experts is None else experts.count,
+            experts_per_token=0 if experts is None else experts.per_token,
+            kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype, attending),
+            query_values=attending * sizes.heads * sizes.head_dim,
+            kept=kept,
+            coded_bytes=0.0 if stored is None else _coded_bytes(stored, hidden),
+            state_bytes=4 * recurrent * state,
+            window_values=recurrent * window,
+        )
 
     def weight_bytes(self, value_bytes: int) -> tuple[float, float]:
         """Bytes of ``dense`` and of ``expert``, the others with ``value_bytes`` each."""
         coded = self.coded_bytes or value_bytes
         return self.kept * value_bytes + (self.dense - self.kept) * coded, self.expert * coded
 
-    @classmethod
-    def _of_layers(cls, config: Mapping[str, Any], kv_dtype: torch.dtype) -> Shape:
-        delta = None
-        if has_gated_delta(config):
-            config = usual_keys(config)
-            delta = read_gated_delta(config)
-        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or default_head_dim(config)
-        experts = config.get("num_experts") or 0
-        attending = layers - (0 if delta is None else len(delta.layers))
-        queries = 2 * heads if delta is None else 3 * heads  # and outputs; with gates where there are delta nets
-        mixers = attending * hidden * head_dim * (queries + 2 * kv_heads)
-        if delta is not None:
-            mixers += len(delta.layers) * hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.v_heads)
-        shared = config.get("shared_expert_intermediate_size") or 0 if experts else 0
-        feed_forward = experts * hidden + 3 * hidden * shared if experts else 3 * hidden * config["intermediate_size"]
-        return cls(
-            dense=mixers + layers * feed_forward + config["vocab_size"] * hidden,
-            expert=3 * layers * hidden * config["moe_intermediate_size"] if experts else 0,
-            experts=experts,
-            experts_per_token=config["num_experts_per_tok"] if experts else 0,
-            kv=_entries(kv_heads, head_dim, kv_dtype, attending),
-            query_values=attending * heads * head_dim,
-            kept=(config["vocab_size"] + layers * experts) * hidden,
-            state_bytes=0 if delta is None else 4 * len(delta.layers) * delta.values * delta.k_dim,
-            window_values=0 if delta is None else len(delta.layers) * (2 * delta.keys + delta.values) * delta.taps,
-        )
 
-
-def _of_blocks(config: Mapping[str, Any], kv_dtype: torch.dtype) -> Shape:
-    kinds, mamba = block_kinds(config), read_mamba2(config)
-    mamba_layers, attention_layers, sparse = (kinds.count(kind) for kind in ("mamba", "attention", "moe"))
-    hidden, kv_heads, head_dim = config["hidden_size"], config["num_key_value_heads"], config.get("head_dim", HEAD_DIM)
-    experts = config.get("n_routed_experts") or 0 if sparse else 0
-    of_mamba = hidden * (2 * mamba.inner + mamba.conv_channels + mamba.heads)  # in: z, xBC, dt; out
-    of_attention = hidden * head_dim * (2 * config["num_attention_heads"] + 2 * kv_heads)
-    of_sparse = experts * hidden + 2 * hidden * config.get("moe_shared_expert_intermediate_size", 0)
-    of_mlp = 2 * hidden * config["intermediate_size"]
-    return Shape(
-        dense=mamba_layers * of_mamba
-        + attention_layers * of_attention
-        + sparse * of_sparse
-        + kinds.count("mlp") * of_mlp
-        + config["vocab_size"] * hidden,
-        expert=2 * sparse * hidden * config["moe_intermediate_size"] if experts else 0,
-        experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0,
-        kv=_entries(kv_heads, head_dim, kv_dtype, attention_layers),
-        query_values=attention_layers * config["num_attention_heads"] * head_dim,
-        kept=(config["vocab_size"] + sparse * experts) * hidden,
-        state_bytes=4 * mamba_layers * mamba.inner * mamba.state_size,
-        window_values=mamba_layers * mamba.taps * mamba.conv_channels,
-    )
-
-
-def _coded_bytes(stored: Quantization, config: Mapping[str, Any]) -> float:
+def _coded_bytes(stored: Quantization, hidden: int) -> float:
     """Bytes of a quantised weight and its part of a scale, by the scheme of most."""
-    rows, columns = stored.groups[-1][1].block or (1, config.get("text_config", config)["hidden_size"])
+    rows, columns = stored.groups[-1][1].block or (1, hidden)
     return fp8(rows, columns).nbytes(rows, columns) / (rows * columns)
 
 

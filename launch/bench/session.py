@@ -38,8 +38,9 @@ from launch.bench.serve_options import ServeOptions
 from launch.errors import UsageError
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
-from models.config import DTYPES, ModelConfig
+from models.config import DTYPES
 from models.kv_group import FP8
+from models.registry import config_from_folder
 from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.result_reader import StepTiming
@@ -96,7 +97,7 @@ class Session:
     @property
     def served_model(self) -> ServedModel:
         """What requests are checked against."""
-        facts = ModelConfig.from_folder(self.folder)
+        facts = config_from_folder(self.folder)
         return ServedModel(facts.vocab_size, self.config.max_model_len or facts.max_length, facts.eos_token_ids)
 
     @property
@@ -111,7 +112,7 @@ class Session:
             return self.config.dtype
         if self.config.device == "cpu":
             return "float32"
-        return str(ModelConfig.from_folder(self.folder).dtype).removeprefix("torch.")
+        return str(config_from_folder(self.folder).dtype).removeprefix("torch.")
 
     @property
     def described(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def _fixed_batch_defaults(engine: Mapping[str, Any], folder: Path) -> dict[str, 
         "prefix_caching": False,
         "mixed_steps": False,
         "prefill_burst": PREFILL_FIRST,
-        "max_model_len": min(FIXED_BATCH_MODEL_LEN, ModelConfig.from_folder(folder).max_length),
+        "max_model_len": min(FIXED_BATCH_MODEL_LEN, config_from_folder(folder).max_length),
         "control_timeout_s": PATIENCE_S,
     }
 

@@ -15,8 +15,9 @@ from launch.sweep.estimate import SHAPES
 from launch.sweep.options import SweepOptions
 from launch.sweep.point import SweepError
 from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
-from models.config import DTYPES, ModelConfig, ModelConfigError
+from models.config import DTYPES, ModelConfigError
 from models.group_size import legal_sizes
+from models.registry import config_from_folder
 from parallel.control.wire.frames import MAX_WORLD
 from parallel.topology import ParallelDegrees
 from runtime.config import state_slots
@@ -45,7 +46,7 @@ def _plan_model(model: str, world: int, local: int, options: SweepOptions) -> tu
     """Print the plan of one model and return the errors found. Raises SweepError where it cannot be split as asked."""
     folder = Path(model) if Path(model).is_dir() else SHAPES / model
     try:
-        config = ModelConfig.from_folder(folder)
+        config = config_from_folder(folder)
     except ModelConfigError as error:
         raise SweepError(f"--model {model}: {error}") from None
     if options.dtype not in ("auto", *DTYPES):

@@ -34,11 +34,11 @@ from launch.tune.plan import Task, plan
 from launch.tune.report import summary, table
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
 from launch.tune.tuner import DeviceLost, Tuner, save
-from models.config import DTYPES, ModelConfig
+from models.config import DTYPES
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import traits_of
-from models.registry import model_class
+from models.registry import config_from_folder, model_class
 
 log = logging.getLogger("lockstride")
 
@@ -116,7 +116,7 @@ def rank_share(command: TuneCommand, rendezvous: Rendezvous) -> RankShare:
             f"--tensor-parallel-size is {asked}, but {topology.world} ranks were started: leave it out, or start one "
             "rank (python -m launch tune ...), which measures one rank's share"
         )
-    config = ModelConfig.from_folder(model_folder(command.model))
+    config = config_from_folder(model_folder(command.model))
     dtype = config.dtype if command.dtype == "auto" else DTYPES[command.dtype]
     try:
         model_class(config.architecture)

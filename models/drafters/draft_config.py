@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from models.block_pattern import BlockKind
-from models.config import MTP_KEYS, ModelConfig, ModelConfigError, read_json_object
+from models.config import (
+    MTP_KEYS,
+    FamilyConfig,
+    ModelConfig,
+    ModelConfigError,
+    model_config,
+    read_json_object,
+)
 from models.config_reader import ConfigReader
 from models.registry import model_class
 
@@ -364,7 +371,7 @@ def _require_architecture(config: Mapping[str, Any], wanted: str) -> None:
 
 def _model_config(config: Mapping[str, Any]) -> ModelConfig:
     plain = {key: value for key, value in config.items() if key not in _OF_DRAFTERS}
-    return ModelConfig.from_dict(plain, of_drafter=True)
+    return model_config(plain, FamilyConfig(), of_drafter=True)
 
 
 def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:

@@ -5,12 +5,14 @@ Knows: the architecture's layers and its checkpoint names. Does not know: how a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from models.config import ModelConfig
+from models.config import FamilyConfig, ModelConfig
+from models.config_reader import ConfigReader
 from models.families.llama import Llama
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
@@ -18,10 +20,20 @@ from models.layers.decoder import Decoder, DecoderLayer
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
+from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, softmax_experts
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
+def _experts(config: Mapping[str, Any]) -> RoutedExperts:
+    read = ConfigReader(config)
+    layers, size = tuple(range(read.size("num_hidden_layers"))), read.size("intermediate_size")
+    return softmax_experts(config, layers, size, count="num_local_experts", per_token=2, renormalise=True)
+
+
 class Mixtral(Decoder):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        eps=1e-5, theta=1e6, kv_heads=8, reads=EXPERT_KEYS, experts=_experts
+    )
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,
         "layers.{}.mlp.router": ("model.layers.{}.block_sparse_moe.gate", "model.layers.{}.mlp.gate"),

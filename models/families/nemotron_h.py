@@ -6,12 +6,15 @@ that of transformers 5 (``model.``). Does not know: how a block computes, or how
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from models.config import ModelConfig
+from models.block_pattern import BLOCK_KEYS, BLOCK_NEUTRAL, block_kinds, mtp_kinds, read_mamba2, usual_block_keys
+from models.config import FamilyConfig, ModelConfig, mtp_layers
+from models.config_reader import ConfigReader
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
@@ -20,6 +23,7 @@ from models.layers.mlp import Relu2MLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import unrotated_cache
+from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 BLOCK_NAMES = {  # but for the output projections of mixers
@@ -45,11 +49,47 @@ BLOCK_NAMES = {  # but for the output projections of mixers
 }
 
 
+def _experts(config: Mapping[str, Any]) -> RoutedExperts | None:
+    layers, read = (
+        tuple(number for number, kind in enumerate(block_kinds(config)) if kind == "moe"),
+        ConfigReader(config),
+    )
+    if not layers:
+        return None
+    if config.get("moe_latent_size") is not None:
+        raise ValueError(
+            f"'moe_latent_size' is {config['moe_latent_size']!r}, which asks for experts between latent projections "
+            "(fc1_latent_proj, fc2_latent_proj); this is not implemented, only null is"
+        )
+    shared = read.size("n_shared_experts", 1) if config.get("n_shared_experts") != 0 else 0
+    if shared > 1:
+        raise ValueError(f"'n_shared_experts' is {shared}, but only 0 and 1 are implemented")
+    shared_size = read.size("moe_shared_expert_intermediate_size") if shared else 0
+    size = read.size("moe_intermediate_size")
+    return sigmoid_experts(config, layers, size, activation="relu2", shared_size=shared_size)
+
+
+def _more(config: Mapping[str, Any]) -> dict[str, Any]:
+    blocks = block_kinds(config)
+    return {
+        "blocks": blocks,
+        "mamba": read_mamba2(config) if "mamba" in blocks else None,
+        "mtp_blocks": mtp_kinds(config) if mtp_layers(config) else (),
+    }
+
+
 def _both(name: str) -> tuple[str, str]:
     return f"backbone.{name}", f"model.{name}"
 
 
 class NemotronH(Decoder):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        reads=f"{EXPERT_KEYS} {BLOCK_KEYS}",
+        neutral=BLOCK_NEUTRAL,
+        usual=usual_block_keys,
+        experts=_experts,
+        more=_more,
+    )
     unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
     mtp_layout: ClassVar[MTPLayout | None] = "blocks"
     checkpoint_names: ClassVar = {

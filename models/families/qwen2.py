@@ -5,12 +5,14 @@ Knows: the architecture's layers and its checkpoint names. Does not know: how a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from models.config import ModelConfig
+from models.config import FamilyConfig, ModelConfig
+from models.config_reader import ConfigReader
 from models.families.llama import Llama
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
@@ -21,7 +23,15 @@ from models.layers.rope import cos_sin_cache
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
+def slides(config: Mapping[str, Any]) -> bool:
+    """Whether a layer has a window: those from 'max_window_layers' on, unless 'layer_types' says something else."""
+    read = ConfigReader(config)
+    some = read.number("max_window_layers", 0) < read.number("num_hidden_layers", 0)
+    return bool(config.get("use_sliding_window")) and some and not config.get("layer_types")
+
+
 class Qwen2(Decoder):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(kv_heads=32, slides=slides)
     checkpoint_names: ClassVar = Llama.checkpoint_names
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from models.config import ModelConfig
+from models.config import FamilyConfig, ModelConfig
 from models.families.llama import Llama
+from models.families.qwen2 import slides
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
@@ -22,6 +23,7 @@ from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 class Qwen3(Decoder):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(head_dim=128, kv_heads=32, qk_norms=True, slides=slides)
     mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,

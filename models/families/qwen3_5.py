@@ -6,9 +6,15 @@ Does not know: layers (qwen3_next.py), or images.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from models.families.qwen3_next import Qwen3Next
+from models.config import FamilyConfig, architecture_of
+from models.config_reader import ConfigReader, text_part
+from models.families.qwen3_next import NEXT_CONFIG, Qwen3Next, experts_with_a_shared_one
+from models.layers.delta_config import usual_delta_keys
+from models.layers.routed_experts import RoutedExperts
 
 _NAMES: dict[str, str] = {
     **Qwen3Next.checkpoint_names,
@@ -23,7 +29,23 @@ def _below_language_model(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
+def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
+    return usual_delta_keys(
+        text_part(config) if architecture_of(config).endswith("ForConditionalGeneration") else config
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> RoutedExperts | None:
+    """Every layer is sparse, and weights are always renormalised."""
+    if "Moe" not in architecture_of(config):
+        return None
+    if config.get("norm_topk_prob") is False:
+        raise ValueError("'norm_topk_prob' is False, but this family always renormalises: only True is implemented")
+    return experts_with_a_shared_one(config, tuple(range(ConfigReader(config).size("num_hidden_layers"))))
+
+
 class Qwen35(Qwen3Next):
+    family_config: ClassVar[FamilyConfig] = replace(NEXT_CONFIG, usual=_usual, experts=_experts)
     checkpoint_names: ClassVar[dict[str, Any]] = {
         part: (name, _below_language_model(name)) for part, name in _NAMES.items()
     }

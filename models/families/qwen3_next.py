@@ -5,25 +5,64 @@ Knows: the architecture's layers and its checkpoint names. Does not know: how a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
 
-from models.config import ModelConfig
-from models.families.qwen3_moe import Qwen3Moe
+from models.config import FamilyConfig, ModelConfig
+from models.config_reader import ConfigReader
+from models.families.qwen3_moe import Qwen3Moe, slides, sparse_layers
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
+from models.layers.delta_config import DELTA_KEYS, DELTA_NEUTRAL, read_gated_delta, usual_delta_keys
 from models.layers.gated_delta import GatedDeltaNet
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
+from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, softmax_experts
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
+def experts_with_a_shared_one(config: Mapping[str, Any], layers: tuple[int, ...]) -> RoutedExperts:
+    """Qwen3-MoE's keys, and that of a shared expert, where 0 means none. Raises ValueError naming the key."""
+    read, key = ConfigReader(config), "shared_expert_intermediate_size"
+    return softmax_experts(
+        config,
+        layers,
+        read.size("moe_intermediate_size"),
+        renormalise=read.flag("norm_topk_prob", default=True),
+        shared_size=0 if config.get(key) == 0 else read.size(key),
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> RoutedExperts:
+    return experts_with_a_shared_one(config, sparse_layers(config))
+
+
+def delta_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"delta": read_gated_delta(config)}
+
+
+NEXT_CONFIG = FamilyConfig(
+    head_dim=256,
+    kv_heads=2,
+    reads=f"{EXPERT_KEYS} {DELTA_KEYS}",
+    neutral=DELTA_NEUTRAL,
+    qk_norms=True,
+    layer_types=("linear_attention", "full_attention"),
+    slides=slides,
+    usual=usual_delta_keys,
+    experts=_experts,
+    more=delta_shape,
+)
+
+
 class Qwen3Next(Decoder):
+    family_config: ClassVar[FamilyConfig] = NEXT_CONFIG
     checkpoint_names: ClassVar[dict[str, Any]] = {
         **Qwen3Moe.checkpoint_names,
         "layers.{}.mixer.projection.qkvz": "model.layers.{}.linear_attn.in_proj_qkvz",

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState, StateBanks
-from models.config import ModelConfig
+from models.config import FamilyConfig, ModelConfig
 from models.group_size import require_legal_size
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
@@ -87,12 +87,13 @@ class Decoder(CheckpointParts):
     of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
     ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``mtp_layout``: how checkpoints
     name an MTP layer, which guesses for the model where it is asked to (models/drafters/mtp_layouts.py); None where
-    none is known.
+    none is known. ``family_config``: how its config.json is read.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str | tuple[str, ...]]]
     unused_tensors: ClassVar[tuple[str, ...]] = ()
     mtp_layout: ClassVar[MTPLayout | None] = None
+    family_config: ClassVar[FamilyConfig] = FamilyConfig()
     cos_sin_LR: Tensor  # of rotary positions, shared by the layers of attention
     embedding: VocabParallelEmbedding
     layers: nn.ModuleList

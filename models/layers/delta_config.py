@@ -1,25 +1,24 @@
 """GatedDeltaShape: the linear-attention layers of Qwen3-Next and Qwen3.5, read from config.json.
 
-Knows: how these families write their configs (text_config, layer_types), and which of their options are
-not implemented. Does not know: the rest of the model (models/config.py), or how a layer computes.
+Knows: how these families write their configs, and which of their options are not implemented. Does not know: the
+rest of the model (models/config.py), or how a layer computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from models.config_reader import ConfigReader, Neutral, refuse_others
+from models.config_reader import ConfigReader, Neutral
 from models.layers.rope import given_parameters
 
-NEXT = "Qwen3NextForCausalLM"
-_IN_TEXT_CONFIG = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-GATED_DELTA_FAMILIES = (NEXT, "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_IN_TEXT_CONFIG)
+DELTA_KEYS: Final = """attn_output_gate full_attention_interval linear_attn_output_gate linear_conv_kernel_dim
+    linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype"""
 _MOST_LAYERS = 10_000
-_HEAD_DIM, _ROTATED_SHARE = 256, 0.25  # where the config does not say; the share is of a head
+_ROTATED_SHARE = 0.25  # of a head, where the config does not say
 
-_NEUTRAL: Neutral = {
+DELTA_NEUTRAL: Neutral = {
     "attn_output_gate": ((True,), "attention without an output gate"),
     "mamba_ssm_dtype": (("float32",), "recurrent state of another dtype"),
     "linear_attn_output_gate": ((True,), "linear attention without an output gate"),
@@ -52,34 +51,10 @@ class GatedDeltaShape:
         return self.v_heads * self.v_dim
 
 
-def has_gated_delta(config: Mapping[str, Any]) -> bool:
-    """Whether the architecture of a config.json is one of these families."""
-    names = config.get("architectures")
-    return isinstance(names, list) and len(names) == 1 and names[0] in GATED_DELTA_FAMILIES
-
-
-def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as models/config.py reads others: no text_config, no layer types. Raises ValueError."""
+def usual_delta_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the keys that models/config.py reads. Raises ValueError."""
     found = dict(config)
-    if config["architectures"][0] in _IN_TEXT_CONFIG:
-        text = config.get("text_config")
-        if not isinstance(text, Mapping):
-            raise ValueError(f"'text_config' must be an object, not {text!r}")
-        for key in ("rope_parameters", "rope_scaling"):
-            of_text = [text.get("rope_parameters"), text.get("rope_scaling")]
-            if config.get(key) and config[key] not in of_text:
-                raise ValueError(
-                    f"{key!r} {config[key]!r} stands beside 'text_config', which says {of_text[0] or of_text[1]!r}; "
-                    "put what you mean into its 'rope_parameters' and remove the outer one"
-                )
-        found = {**text, **{key: config[key] for key in ("architectures", "quantization_config") if key in config}}
-        if config.get("tie_word_embeddings") is not None:
-            found["tie_word_embeddings"] = config["tie_word_embeddings"]
-        for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id"):
-            if found.get(key) is None and config.get(key) is not None:
-                found[key] = config[key]
-    refuse_others(found, _NEUTRAL)
-    if found.setdefault("head_dim", _HEAD_DIM) is None:
+    if "head_dim" in found and found["head_dim"] is None:
         raise ValueError("the key 'head_dim' is missing")
     if found.get("partial_rotary_factor") is None and given_parameters(found).get("partial_rotary_factor") is None:
         found["partial_rotary_factor"] = _ROTATED_SHARE
@@ -89,7 +64,7 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_gated_delta(config: Mapping[str, Any]) -> GatedDeltaShape:
-    """From the keys of ``usual_keys``. Raises ValueError naming the key."""
+    """From the keys of ``usual_delta_keys``. Raises ValueError naming the key."""
     read = ConfigReader(config)
     shape = GatedDeltaShape(
         k_heads=read.size("linear_num_key_heads"),

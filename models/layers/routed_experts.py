@@ -1,19 +1,20 @@
-"""RoutedExperts: the sparse layers of a mixture of experts, read from config.json; unknown routers are refused by name.
+"""RoutedExperts: the sparse layers of a mixture of experts, and what families share in reading it from config.json.
 
-Knows: how Qwen3-MoE, Mixtral, Qwen3-Next, Qwen3.5 and Nemotron-H spell their experts, and the router options of other
-families that are not implemented.
-Does not know: the rest of the model (models/config.py), or how experts are placed on ranks
-(parallel/layers/experts.py).
+Knows: the keys of softmax routers and of sigmoid routers. Does not know: which family has which (models/families), the
+rest of the model (models/config.py), or how experts are placed on ranks (parallel/layers/experts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from models.block_pattern import block_kinds
 from models.config_reader import ConfigReader
+
+EXPERT_KEYS: Final = """decoder_sparse_step mlp_only_layers moe_intermediate_size n_group n_shared_experts
+    norm_topk_prob num_experts num_experts_per_tok num_local_experts num_shared_experts routed_scaling_factor
+    scoring_func shared_expert_intermediate_size topk_group topk_method use_routing_bias"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,117 +44,73 @@ class RoutedExperts:
     scale: float = 1.0
 
 
-def read_routed_experts(architecture: str, config: Mapping[str, Any]) -> RoutedExperts | None:
-    """The experts of config.json's ``architecture``; None where it has none. Raises ValueError naming the key."""
-    if architecture not in _FAMILIES:
-        return None
-    if architecture != "NemotronHForCausalLM":  # which reads all of these keys
-        shared = architecture in _WITH_SHARED_EXPERT
-        _refuse_other_routers(config, frozenset({"shared_expert_intermediate_size"}) if shared else frozenset())
-    found = _FAMILIES[architecture](config, ConfigReader(config))
-    if found is None:
-        return None
-    if found.per_token > found.count:
-        raise ValueError(f"'num_experts_per_tok' is {found.per_token}, but a layer has only {found.count} experts")
-    return found
-
-
-def _qwen3_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
-    layers = read.size("num_hidden_layers")
-    step, dense = read.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in dense):
-        raise ValueError(f"'mlp_only_layers' must list layer numbers from 0 to {layers - 1}, not {dense!r}")
+def softmax_experts(
+    config: Mapping[str, Any],
+    layers: tuple[int, ...],
+    intermediate_size: int,
+    *,
+    count: str = "num_experts",
+    per_token: int | None = None,
+    renormalise: bool,
+    shared_size: int = 0,
+) -> RoutedExperts:
+    """Of a router that takes a softmax over all experts. ``count``: the key that counts them; ``per_token``: where
+    config.json does not say. A shared expert, if any, is gated. Raises ValueError naming the key, also for options of
+    other routers."""
+    read = ConfigReader(config)
+    refuse_other_routers(config, {"shared_expert_intermediate_size"} if shared_size else set())
     return RoutedExperts(
-        count=_count(config, read, "num_experts"),
-        per_token=read.size("num_experts_per_tok"),
-        intermediate_size=read.size("moe_intermediate_size"),
-        renormalise=read.flag("norm_topk_prob"),
-        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0),
+        count=_count(config, read, count),
+        per_token=read.size("num_experts_per_tok", per_token),
+        intermediate_size=intermediate_size,
+        renormalise=renormalise,
+        layers=layers,
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
     )
 
 
-def _qwen3_next(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
-    """Qwen3-MoE's keys, and those of a shared expert. Weights are renormalised unless the config says otherwise."""
-    shared = config.get("shared_expert_intermediate_size")
-    return replace(
-        _qwen3_moe(config, read),
-        renormalise=config.get("norm_topk_prob") is None or read.flag("norm_topk_prob"),
-        shared_size=0 if shared == 0 else read.size("shared_expert_intermediate_size"),
-        shared_gate=shared != 0,
-    )
-
-
-def _qwen3_5_moe(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
-    """Every layer is sparse, and weights are always renormalised."""
-    if config.get("norm_topk_prob") is False:
-        raise ValueError("'norm_topk_prob' is False, but this family always renormalises: only True is implemented")
-    return _qwen3_next({**config, "mlp_only_layers": [], "decoder_sparse_step": 1}, read)
-
-
-def _mixtral(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts:
-    return RoutedExperts(
-        count=_count(config, read, "num_local_experts"),
-        per_token=read.size("num_experts_per_tok", 2),
-        intermediate_size=read.size("intermediate_size"),
-        renormalise=True,
-        layers=tuple(range(read.size("num_hidden_layers"))),
-    )
-
-
-def _nemotron_h(config: Mapping[str, Any], read: ConfigReader) -> RoutedExperts | None:
-    layers = tuple(number for number, kind in enumerate(block_kinds(config)) if kind == "moe")
-    if not layers:
-        return None
-    if config.get("moe_latent_size") is not None:
-        raise ValueError(
-            f"'moe_latent_size' is {config['moe_latent_size']!r}, which asks for experts between latent projections "
-            "(fc1_latent_proj, fc2_latent_proj); this is not implemented, only null is"
-        )
-    shared = read.size("n_shared_experts", 1) if config.get("n_shared_experts") != 0 else 0
-    if shared > 1:
-        raise ValueError(f"'n_shared_experts' is {shared}, but only 0 and 1 are implemented")
-    count = read.size("n_routed_experts" if config.get("num_local_experts") is None else "num_local_experts")
-    per_token = read.size("num_experts_per_tok")
+def sigmoid_experts(
+    config: Mapping[str, Any],
+    layers: tuple[int, ...],
+    intermediate_size: int,
+    *,
+    count: str = "n_routed_experts",
+    activation: Literal["swiglu", "relu2"] = "swiglu",
+    shared_size: int = 0,
+) -> RoutedExperts:
+    """Of a router as DeepSeek-V3's; a shared expert has no gate. Raises ValueError naming the key."""
+    read = ConfigReader(config)
+    experts, per_token = _count(config, read, count), read.size("num_experts_per_tok")
     groups, top_groups = read.size("n_group", 1), read.size("topk_group", 1)
-    if count % groups or (groups > 1 and count // groups < 2):
+    if experts % groups or (groups > 1 and experts // groups < 2):
         raise ValueError(
-            f"'n_group' is {groups}, but {count} experts do not make so many groups of two (group-limited top-k)"
+            f"'n_group' is {groups}, but {experts} experts do not make so many groups of two (group-limited top-k)"
         )
-    if top_groups > groups or top_groups * (count // groups) < per_token:
+    if top_groups > groups or top_groups * (experts // groups) < per_token:
         raise ValueError(
-            f"'topk_group' is {top_groups} of 'n_group' {groups} groups of {count // groups} experts, among which "
+            f"'topk_group' is {top_groups} of 'n_group' {groups} groups of {experts // groups} experts, among which "
             f"'num_experts_per_tok' {per_token} cannot be chosen"
         )
     return RoutedExperts(
-        count=count,
+        count=experts,
         per_token=per_token,
-        intermediate_size=read.size("moe_intermediate_size"),
-        renormalise=True if config.get("norm_topk_prob") is None else read.flag("norm_topk_prob"),
+        intermediate_size=intermediate_size,
+        renormalise=read.flag("norm_topk_prob", default=True),
         layers=layers,
-        activation="relu2",
+        activation=activation,
         scoring="sigmoid",
         groups=groups,
         top_groups=top_groups,
         scale=read.number("routed_scaling_factor", 1.0),
-        shared_size=read.size("moe_shared_expert_intermediate_size") if shared else 0,
+        shared_size=shared_size,
     )
-
-
-_FAMILIES: dict[str, Callable[[Mapping[str, Any], ConfigReader], RoutedExperts | None]] = {
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "MixtralForCausalLM": _mixtral,
-    "Qwen3NextForCausalLM": _qwen3_next,
-    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
-    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
-    "NemotronHForCausalLM": _nemotron_h,
-}
-_WITH_SHARED_EXPERT = frozenset(name for name in _FAMILIES if name.startswith(("Qwen3Next", "Qwen3_5Moe")))
 
 
 def _count(config: Mapping[str, Any], read: ConfigReader, key: str) -> int:
     """transformers 5 writes 'num_local_experts' for every family, transformers 4 each family's own key."""
-    other = "num_local_experts" if key == "num_experts" else "num_experts"
-    return read.size(other if config.get(key) is None and config.get(other) is not None else key)
+    names = (key, *(other for other in ("num_local_experts", "num_experts") if other != key))
+    return read.size(next((name for name in names if config.get(name) is not None), key))
 
 
 # Router option -> the values under which it changes nothing, and what it would ask for otherwise.
@@ -170,8 +127,8 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def _refuse_other_routers(config: Mapping[str, Any], known: frozenset[str]) -> None:
-    """``known``: keys that the family's reader reads."""
+def refuse_other_routers(config: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Options of other routers than a plain softmax. ``known``: keys that the family's reader reads."""
     for key, (neutral, meaning) in _NEUTRAL.items():
         value = config.get(key)
         if key not in known and value is not None and value not in neutral:

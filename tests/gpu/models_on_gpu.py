@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.ops.select import select_kernels
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, GroupCollectives, SingleRank
 from tests.models.kernels.paged_driver import PagedDriver
@@ -71,7 +71,7 @@ def run(
     name: str, device: str, dtype: torch.dtype, collectives: Collectives, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokens [ROWS, NEW_TOKENS] and logits [ROWS, NEW_TOKENS, V] (float32, on the CPU) of chunked, shared prompts."""
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = config_from_dict(CONFIGS[name])
     kernels = select_kernels(device, dtype, config.head_dim)
     model = load_model(
         config, None, load_format="dummy", dtype=dtype, device=device, collectives=collectives, kernels=kernels

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.layers.decoder import Decoder
+from models.registry import config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, GroupCollectives
 from parallel.layers.experts import ExpertSplit
@@ -90,7 +91,7 @@ def splits_of(config: ModelConfig) -> dict[str, ExpertSplit]:
 def run_models(folder: Path, collectives: Collectives, count: int = len(SCENARIOS)) -> None:
     """Every model folder, every split."""
     for model_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
-        config = ModelConfig.from_folder(model_folder)
+        config = config_from_folder(model_folder)
         for name, split in splits_of(config).items():
             recorder = RoutingRecorder()
             kernels = kernels_with(route_top_k=recorder.route, route_sigmoid=recorder.route)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from models.config import ModelConfig, ModelConfigError
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
-from models.registry import model_class
+from models.registry import config_from_dict, config_from_folder, model_class
 from tests.models.drafters.tiny_drafters import dflash_config, eagle3_config, mtp_config
 from tests.models.tiny_checkpoint import TINY
 from tests.models.tiny_delta import FAMILIES
@@ -41,15 +42,15 @@ YARN: dict[str, Any] = {
 
 
 def tiny(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**TINY, **changes})
+    return config_from_dict({**TINY, **changes})
 
 
 def test_both_transformers_styles_mean_the_same() -> None:
     new = {**TINY, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}, "dtype": "bfloat16"}
     old = {**TINY, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
     del old["rope_parameters"], old["dtype"]
-    config = ModelConfig.from_dict(new)
-    assert config == ModelConfig.from_dict(old)
+    config = config_from_dict(new)
+    assert config == config_from_dict(old)
     assert config.rope == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 8192)
     assert config.dtype == torch.bfloat16
 
@@ -68,7 +69,7 @@ def test_both_spellings_of_rope_are_read_where_they_agree() -> None:
     assert tiny(rope_parameters=yarn, rope_scaling=OLD_YARN) == tiny(rope_parameters=yarn)
     assert tiny(rope_parameters=OLD_YARN, rope_scaling=yarn) == tiny(rope_parameters=yarn)
     outside = {**BESIDE_IMAGES, "rope_scaling": DEFAULT}
-    assert ModelConfig.from_dict(outside) == ModelConfig.from_dict(BESIDE_IMAGES)
+    assert config_from_dict(outside) == config_from_dict(BESIDE_IMAGES)
 
 
 WEIGHTS = "model.safetensors"
@@ -85,13 +86,13 @@ def test_two_spellings_of_rope_that_differ_are_refused(rope_parameters: Any, rop
     in_text = {**BESIDE_IMAGES, "text_config": {**BESIDE_IMAGES["text_config"], **both}}
     for config in ({**TINY, **both}, in_text):
         with pytest.raises(ValueError, match=r"'rope_parameters' .* and 'rope_scaling' .* say different things"):
-            ModelConfig.from_dict(config)
+            config_from_dict(config)
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_beside_the_text_config_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' .*yarn.* stands beside 'text_config', which says .*default"):
-        ModelConfig.from_dict({**BESIDE_IMAGES, key: OLD_YARN})
+        config_from_dict({**BESIDE_IMAGES, key: OLD_YARN})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_rope_beside_the_text_config_is_refused(key: str) -> None:
 def test_absent_and_null_keys_take_transformers_defaults(family: dict[str, Any], eps: float, theta: float) -> None:
     config = {key: value for key, value in (TINY | family).items() if key not in ("rope_parameters", "dtype")}
     config |= {"rope_scaling": None, "head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": None}
-    read = ModelConfig.from_dict(config)
+    read = config_from_dict(config)
     assert (read.rms_norm_eps, read.rope) == (eps, DefaultRope(theta))
     assert read.head_dim == read.rotary_dim == TINY["hidden_size"] // TINY["num_attention_heads"]
     assert read.kv_heads == read.heads == TINY["num_attention_heads"]
@@ -129,7 +130,7 @@ def test_eos_ids_of_the_generation_config_win(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "eos_token_id": of_config}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+    assert config_from_folder(tmp_path).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("ids", ["<|im_end|>", [1, None], [[]], True, -1])
@@ -137,7 +138,7 @@ def test_a_bad_eos_id_of_the_generation_config_is_named_by_its_file(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(ModelConfigError, match=r"/generation_config\.json: 'eos_token_id' must be .*, not") as caught:
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     assert repr(ids) in str(caught.value)
 
 
@@ -156,24 +157,24 @@ def test_a_bad_eos_id_of_the_generation_config_is_named_by_its_file(tmp_path: Pa
 def test_an_absent_head_dim_is_the_familys_default(family: dict[str, Any], expected: int) -> None:
     """As in the config classes of transformers 5; those without one divide the hidden size by the heads."""
     config = {key: value for key, value in (TINY | family).items() if key != "head_dim"}
-    assert ModelConfig.from_dict(config).head_dim == expected
-    assert ModelConfig.from_dict(config | {"head_dim": 16}).head_dim == 16
+    assert config_from_dict(config).head_dim == expected
+    assert config_from_dict(config | {"head_dim": 16}).head_dim == 16
 
 
 @pytest.mark.parametrize("where", [{}, {"torch_dtype": None}, {"dtype": None, "text_config": {"dtype": None}}])
 def test_a_config_without_dtype_takes_that_of_most_of_its_weights(tmp_path: Path, where: dict[str, Any]) -> None:
     config = {key: value for key, value in (TINY | where).items() if key != "dtype" or key in where}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelConfig.from_folder(tmp_path).dtype == torch.float32, "no weights"
+    assert config_from_folder(tmp_path).dtype == torch.float32, "no weights"
     bias = {f"bias{n}": torch.zeros(1) for n in range(3)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         save_file({**bias, "a": torch.zeros(3, 4, dtype=dtype), "ids": torch.zeros(99).int()}, tmp_path / WEIGHTS)
-        assert ModelConfig.from_folder(tmp_path).dtype == dtype
+        assert config_from_folder(tmp_path).dtype == dtype
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
-    assert ModelConfig.from_folder(tmp_path).dtype == torch.bfloat16, "what the config says counts"
+    assert config_from_folder(tmp_path).dtype == torch.bfloat16, "what the config says counts"
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / WEIGHTS).write_bytes(b"damaged")
-    assert ModelConfig.from_folder(tmp_path).dtype == torch.float32
+    assert config_from_folder(tmp_path).dtype == torch.float32
 
 
 def test_yarn_extends_the_context() -> None:
@@ -265,7 +266,7 @@ def test_what_is_refused_is_named(tmp_path: Path, changes: dict[str, Any], reaso
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, **changes}))
     with pytest.raises(ModelConfigError) as caught:
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     assert str(path) in str(caught.value)
     assert reason in str(caught.value)
 
@@ -319,10 +320,10 @@ def test_a_hybrid_s_keys_mean_what_transformers_takes_them_for() -> None:
         "text_config": {key: value for key, value in text.items() if key != "architectures"},
         "vision_config": {"depth": 2},
     }
-    found = ModelConfig.from_dict(beside_images)
+    found = config_from_dict(beside_images)
     assert found.tied_embeddings
     assert found == replace(
-        ModelConfig.from_dict(text), architecture="Qwen3_5ForConditionalGeneration", tied_embeddings=True
+        config_from_dict(text), architecture="Qwen3_5ForConditionalGeneration", tied_embeddings=True
     )
 
 
@@ -342,23 +343,23 @@ FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window":
     ("kind", "bases"),
     [
         (
-            ModelConfig,
+            config_from_dict,
             [
                 TINY | {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
                 TINY | {"rope_parameters": YARN, "rope_scaling": YARN},
                 TINY | {"layer_types": ["full_attention"] * 2, "sliding_window": 3, "max_window_layers": 2},
             ],
         ),
-        (ModelConfig, [HYBRID, {**BESIDE_IMAGES, "rope_scaling": None}]),
-        (ModelConfig, [NEMOTRON_MTP]),
-        (DFlashConfig, [dflash_config(**FULL)]),
-        (MTPConfig, [mtp_config()]),
-        (Eagle3Config, [eagle3_config(**FULL)]),
+        (config_from_dict, [HYBRID, {**BESIDE_IMAGES, "rope_scaling": None}]),
+        (config_from_dict, [NEMOTRON_MTP]),
+        (DFlashConfig.from_dict, [dflash_config(**FULL)]),
+        (MTPConfig.from_dict, [mtp_config()]),
+        (Eagle3Config.from_dict, [eagle3_config(**FULL)]),
     ],
     ids=["attention", "hybrid", "nemotron-h", "dflash", "mtp", "eagle3"],
 )
 def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(
-    kind: type[ModelConfig | DFlashConfig | MTPConfig | Eagle3Config], bases: list[dict[str, Any]]
+    kind: Callable[[dict[str, Any]], ModelConfig | DFlashConfig | MTPConfig | Eagle3Config], bases: list[dict[str, Any]]
 ) -> None:
     """1,000 configs with one or two odd values: nothing but ValueError, and frequencies that are numbers."""
     draw, understood = random.Random(0), 0
@@ -368,7 +369,7 @@ def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(
             place = draw.choice(objects_in(config))
             place[draw.choice(list(place))] = deepcopy(draw.choice(ODD_VALUES))
         try:
-            read = kind.from_dict(config)
+            read = kind(config)
         except ValueError:
             continue
         understood += 1
@@ -428,7 +429,7 @@ def test_options_that_ask_for_what_is_done_anyway_are_fine() -> None:
 )
 def test_a_key_that_may_change_numbers_is_refused_by_name_and_value(family: Any, key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{key!r} is {value!r}")):
-        ModelConfig.from_dict({**TINY, **family, key: value})
+        config_from_dict({**TINY, **family, key: value})
 
 
 @pytest.mark.parametrize("value", [None, False, 0, [], {}, "", {"deep": {"factor": None}}])
@@ -462,25 +463,45 @@ def test_configs_that_transformers_writes_for_each_family_open() -> None:
     for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "NemotronH"):
         text = "Text" if name.startswith("Qwen3_5") else ""
         config = getattr(transformers, f"{name}{text}Config")().to_dict()
-        read = ModelConfig.from_dict({**config, "architectures": [f"{name}ForCausalLM"]})
+        read = config_from_dict({**config, "architectures": [f"{name}ForCausalLM"]})
         assert read.architecture == f"{name}ForCausalLM"
 
 
 def test_configs_in_the_tree_open() -> None:
     for path in [*Path("models/shapes").glob("*/config.json"), Path("models/demo/config.json")]:
-        ModelConfig.from_folder(path.parent)
+        config_from_folder(path.parent)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x00"])
 def test_malformed_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelConfigError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
 
 
 def test_absent_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
+        config_from_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("model-Q4.gguf", "GGUF is not read: name the folder of the safetensors"),
+        ("params.json", "Mistral's own format"),
+    ],
+)
+def test_a_folder_of_another_format_says_what_to_type(tmp_path: Path, file: str, reason: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ModelConfigError, match=reason):
+        config_from_folder(tmp_path)
+
+
+def test_an_unknown_architecture_names_the_nearest_and_the_keys_that_differ() -> None:
+    asked = {**TINY, "architectures": ["Qwen3LongForCausalLM"], "kv_lora_rank": 512, "attention_sparsity": 0.5}
+    reason = "the nearest by name, Qwen3ForCausalLM, differs in 'attention_sparsity' 0.5, 'kv_lora_rank' 512"
+    with pytest.raises(ValueError, match=reason):
+        config_from_dict(asked)
 
 
 def test_unknown_architecture_lists_the_known_ones() -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfigError
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
 from models.layers.routed_experts import RoutedExperts
-from models.registry import model_class
+from models.registry import config_from_dict, config_from_folder, model_class
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.experts import ExpertSplit, held_experts
@@ -52,7 +52,7 @@ SPLITS = {
 
 
 def build(config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1, device: str = "cpu") -> Decoder:
-    read = ModelConfig.from_dict(config)
+    read = config_from_dict(config)
     with torch.device(device):
         context = ModelContext(RankOf(rank, size), reference_kernels(), torch.float32, split)
         return model_class(read.architecture)(read, context)
@@ -62,7 +62,7 @@ def load(
     folder: Path | None, config: dict[str, Any], split: ExpertSplit, rank: int = 0, size: int = 1, tile: int = 1
 ) -> Decoder:
     return load_model(
-        ModelConfig.from_dict(config),
+        config_from_dict(config),
         folder,
         load_format="dummy" if folder is None else "safetensors",
         collectives=SingleRank() if size == 1 else RankOf(rank, size),
@@ -105,7 +105,7 @@ def fused(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tenso
 
 def test_which_layers_have_experts() -> None:
     def layers(**changes: Any) -> tuple[int, ...]:
-        experts = ModelConfig.from_dict({**QWEN, "num_hidden_layers": 6, **changes}).experts
+        experts = config_from_dict({**QWEN, "num_hidden_layers": 6, **changes}).experts
         assert experts is not None
         return experts.layers
 
@@ -116,13 +116,13 @@ def test_which_layers_have_experts() -> None:
 
 
 def test_both_families_are_read() -> None:
-    assert ModelConfig.from_dict(QWEN).experts == RoutedExperts(8, 3, 20, True, (1,))
-    assert ModelConfig.from_dict({**QWEN, "norm_topk_prob": None}).experts == RoutedExperts(8, 3, 20, False, (1,))
-    assert ModelConfig.from_dict(MIXTRAL).experts == RoutedExperts(4, 2, 40, True, (0, 1))
-    assert ModelConfig.from_dict(TINY).experts is None
+    assert config_from_dict(QWEN).experts == RoutedExperts(8, 3, 20, True, (1,))
+    assert config_from_dict({**QWEN, "norm_topk_prob": None}).experts == RoutedExperts(8, 3, 20, False, (1,))
+    assert config_from_dict(MIXTRAL).experts == RoutedExperts(4, 2, 40, True, (0, 1))
+    assert config_from_dict(TINY).experts is None
     of_transformers_5 = {**QWEN, "num_local_experts": 8}
     del of_transformers_5["num_experts"]
-    assert ModelConfig.from_dict(of_transformers_5) == ModelConfig.from_dict(QWEN)
+    assert config_from_dict(of_transformers_5) == config_from_dict(QWEN)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_what_is_refused_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ModelConfigError) as caught:
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_neutral_router_options_are_fine() -> None:
     neutral = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "routed_scaling_factor": 1, "topk_method": None}
-    assert ModelConfig.from_dict({**QWEN, **neutral}) == ModelConfig.from_dict(QWEN)
+    assert config_from_dict({**QWEN, **neutral}) == config_from_dict(QWEN)
 
 
 # -- shards -------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_shards_cover_every_parameter_exactly_once(split: str, size: int, stored
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("layout", ["one by one", "fused"])
 def test_every_element_of_every_expert_is_on_one_rank(split: str, size: int, layout: str) -> None:
-    tensors = full_tensors(ModelConfig.from_dict(QWEN))
+    tensors = full_tensors(config_from_dict(QWEN))
     tensors = fused(tensors, QWEN) if layout == "fused" else tensors
     seen = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
     for rank in range(size):
@@ -202,7 +202,7 @@ def test_both_layouts_and_dummies_fill_the_same_weights(tmp_path: Path, config: 
     """On every rank of a group, from several files; ``full_tensors`` are the dummy values of seed 0."""
     if config is MIXTRAL and split == "map":
         config = {**config, "num_local_experts": 8}
-    tensors = full_tensors(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
     folders = {"one": tmp_path / "one", "fused": tmp_path / "fused"}
     for name, folder in folders.items():
         folder.mkdir()
@@ -223,7 +223,7 @@ def test_shares_that_are_no_whole_tiles_are_padded_with_zeros(
     tmp_path: Path, config: dict[str, Any], layout: str
 ) -> None:
     """Eight ranks have 232 features each of an expert of Nemotron-3-Nano, where tensor cores want multiples of 16."""
-    tensors = full_tensors(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
     write(tmp_path, fused(tensors, config) if layout == "fused" else tensors, config=config)
     folder = None if layout == "dummy" else tmp_path
     for rank in range(2):
@@ -271,7 +271,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             load(tmp_path, QWEN, SPLITS["whole"], rank=1, size=2)
         return str(caught.value)
 
-    tensors = full_tensors(ModelConfig.from_dict(QWEN))
+    tensors = full_tensors(config_from_dict(QWEN))
     up = "model.layers.1.mlp.experts.0.up_proj.weight"  # an expert of the other rank
     assert repr(up) in refusal({name: t for name, t in tensors.items() if name != up})
     transposed = refusal(tensors | {up: tensors[up].t().contiguous()})

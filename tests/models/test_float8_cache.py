@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
 from models.kernels.interface import Rotation
 from models.kernels.traits import H200
 from models.kv_group import FP8
 from models.layers.attention import Attention
+from models.registry import config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.config import ConfigError, EngineConfig
@@ -74,7 +74,7 @@ SPELLINGS: dict[str, dict[str, float]] = {
 def attention_of(folder: Path, rank: int = 0, size: int = 1, dtype: torch.dtype | None = FP8) -> Attention:
     """The first layer's."""
     model = load_model(
-        ModelConfig.from_folder(folder),
+        config_from_folder(folder),
         folder,
         dtype=torch.float32,
         kv_dtype=dtype,
@@ -100,7 +100,7 @@ def test_every_producers_names_are_known(producer: str, tmp_path: Path) -> None:
 def test_scales_of_heads_follow_the_global_head(tmp_path: Path) -> None:
     """Also where two ranks have the same head."""
     coded, _ = write_both(tmp_path, MODELS["qwen3"], "D")
-    heads = ModelConfig.from_folder(coded).kv_heads
+    heads = config_from_folder(coded).kv_heads
     scales = torch.arange(1, heads + 1) * 2.0
     change(coded, {f"{ATTENTION}k_scale": scales.view(heads, 1, 1)})
     whole = attention_of(coded)
@@ -130,7 +130,7 @@ def test_powers_of_two_as_scales_change_no_answer(tmp_path: Path) -> None:
     answers = []
     for scales in ({}, {"k_scale": 0.5, "v_scale": 4.0}, {"k_scale": 2.0, "v_scale": 0.25}):
         change(coded, {ATTENTION + name: torch.tensor([scale]) for name, scale in scales.items()})
-        config = ModelConfig.from_folder(coded)
+        config = config_from_folder(coded)
         model = load_model(config, coded, dtype=torch.float32, kv_dtype=FP8, collectives=SingleRank(), kernels=KERNELS)
         driver = PagedDriver(model, pages=12)
         answers.append(torch.cat([row for one in driver.generate([[3, 4, 5, 6, 7]], 6) for row in one.logits]))

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.kernels.traits import H200
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
@@ -62,7 +62,7 @@ def ignored(tensors: dict[str, Tensor]) -> list[str]:
 
 def write_both(folder: Path, config: dict[str, Any], letter: str, block: int = 16) -> tuple[Path, Path]:
     """(folder of codes in three files, folder of the numbers that they mean)."""
-    tensors = full_tensors(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
     scheme = schemes(block)[letter]
     stored, meant, said = quantise(tensors, scheme, lambda name: bool(KEPT.search(name)), ignored(tensors))
     coded, plain = folder / "coded", folder / "plain"
@@ -75,7 +75,7 @@ def write_both(folder: Path, config: dict[str, Any], letter: str, block: int = 1
 
 def load(folder: Path, rank: int = 0, size: int = 1, *, whole: bool = False) -> Decoder:
     return load_model(
-        ModelConfig.from_folder(folder),
+        config_from_folder(folder),
         folder,
         collectives=SingleRank() if size == 1 else RankOf(rank, size),
         kernels=reference_kernels(),
@@ -128,7 +128,7 @@ def test_projections_of_a_delta_net_split_where_formats_differ(tmp_path: Path) -
 def test_parts_of_one_projection_may_differ_in_scheme(tmp_path: Path) -> None:
     """q and k as codes and v as it is, as an ignore list may ask."""
     config = MODELS["qwen3"]
-    tensors = full_tensors(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
     kept = [*ignored(tensors), *(name.removesuffix(".weight") for name in tensors if "v_proj.weight" in name)]
     stored, meant, said = quantise(tensors, schemes()["A"], lambda name: name.removesuffix(".weight") in kept, kept)
     for name, made, extra in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
@@ -167,7 +167,7 @@ def test_fused_experts_have_fused_scales(size: int, tmp_path: Path) -> None:
 
 def test_dummy_weights_take_a_quantization_config() -> None:
     said = {**schemes()["A"].config, "modules_to_not_convert": ["linear_attn.in_proj_ba"]}
-    config = ModelConfig.from_dict(MODELS["qwen3-next"] | {"quantization_config": said})
+    config = config_from_dict(MODELS["qwen3-next"] | {"quantization_config": said})
     halves = [
         load_model(
             config,
@@ -291,8 +291,8 @@ def test_scales_of_activations_keys_and_values_are_checked_and_unused(tmp_path: 
 def test_an_mtp_layer_in_its_targets_checkpoint_may_be_codes(tmp_path: Path) -> None:
     """Its entry projection stays as it is (ROCm/ATOM#755: files decide, not assumptions)."""
     config = MODELS["qwen3-next"] | {"mtp_num_hidden_layers": 1}
-    tensors = full_tensors(ModelConfig.from_dict(config))
-    target = build(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
+    target = build(config_from_dict(config))
     with torch.device("meta"):
         draft = MTPDraft(
             MTPConfig.of_target(target.config), ModelContext(SingleRank(), reference_kernels(), torch.float32)
@@ -318,7 +318,7 @@ def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) 
     """DFlash stacks the entry rows of its layers, EAGLE-3 has a head and an embedding that stay as they are."""
     of_target = TINY | {"attention_bias": False, "architectures": ["Qwen3ForCausalLM"]}
     target = load_model(
-        ModelConfig.from_dict(of_target),
+        config_from_dict(of_target),
         None,
         load_format="dummy",
         collectives=SingleRank(),
@@ -386,7 +386,7 @@ def test_quantised_activations_are_rounded_by_rows_and_groups() -> None:
 
 
 def test_gpus_that_cannot_convert_codes_refuse_them_by_name() -> None:
-    config = ModelConfig.from_dict(MODELS["qwen3"] | {"quantization_config": schemes()["A"].config})
+    config = config_from_dict(MODELS["qwen3"] | {"quantization_config": schemes()["A"].config})
     check_fp8(config, H200)
     with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .* not 8\.0"):
         check_fp8(config, replace(H200, capability=(8, 0)))

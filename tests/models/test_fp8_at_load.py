@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.fp8_at_load import AT_LOAD, quantised_at_load
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.experts import ExpertSplit
@@ -38,7 +38,7 @@ def as_codes(numbers: Tensor) -> Tensor:
 
 def write_both(folder: Path, config: dict[str, Any], files: int = 2) -> tuple[Path, Path]:
     """(folder of numbers, folder of what their codes mean); rows are of different sizes, and some are zero."""
-    numbers = full_tensors(ModelConfig.from_dict(config))
+    numbers = full_tensors(config_from_dict(config))
     for name, tensor in numbers.items():
         if tensor.dim() == 2:
             numbers[name] = tensor * torch.logspace(-2, 1, len(tensor)).unsqueeze(1)
@@ -54,7 +54,7 @@ def write_both(folder: Path, config: dict[str, Any], files: int = 2) -> tuple[Pa
 
 def load(folder: Path, rank: int = 0, size: int = 1, *, option: str | None = None, whole: bool = False) -> Decoder:
     return load_model(
-        quantised_at_load(ModelConfig.from_folder(folder), option),
+        quantised_at_load(config_from_folder(folder), option),
         folder,
         collectives=SingleRank() if size == 1 else RankOf(rank, size),
         kernels=reference_kernels(),
@@ -82,9 +82,9 @@ def test_heads_routers_and_embeddings_keep_their_numbers(tmp_path: Path) -> None
 
 
 def test_a_quantised_checkpoint_stays_as_it_is() -> None:
-    config = ModelConfig.from_dict(MODELS["qwen3"] | {"quantization_config": schemes()["A"].config})
+    config = config_from_dict(MODELS["qwen3"] | {"quantization_config": schemes()["A"].config})
     assert quantised_at_load(config, "fp8") is config
-    plain = ModelConfig.from_dict(MODELS["qwen3"])
+    plain = config_from_dict(MODELS["qwen3"])
     assert quantised_at_load(plain, None) is plain
     assert quantised_at_load(plain, "fp8").quantization is AT_LOAD
     with pytest.raises(ConfigError, match=r"quantization is 'int4', but must be one of fp8: type --quantization fp8"):
@@ -92,7 +92,7 @@ def test_a_quantised_checkpoint_stays_as_it_is() -> None:
 
 
 def test_dummy_weights_are_codes_too() -> None:
-    config = quantised_at_load(ModelConfig.from_dict(MODELS["qwen3"]), "fp8")
+    config = quantised_at_load(config_from_dict(MODELS["qwen3"]), "fp8")
     made = load_model(config, None, load_format="dummy", collectives=SingleRank(), kernels=reference_kernels())
     down = dict(weights(made))["layers.0.mlp.down.weight"]
     assert down.format.block == (1, 0)
@@ -101,7 +101,7 @@ def test_dummy_weights_are_codes_too() -> None:
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     config = MODELS["qwen3"]
-    tensors = full_tensors(ModelConfig.from_dict(config))
+    tensors = full_tensors(config_from_dict(config))
     tensors["model.layers.1.mlp.up_proj.weight"][2, 5] = float("inf")
     write(tmp_path, tensors, config=config)
     with pytest.raises(WeightsError, match=r"up_proj.weight' holds numbers that are not finite"):
@@ -112,7 +112,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_drafters_become_codes_with_their_target(tmp_path: Path) -> None:
     config = MODELS["qwen3-next"] | {"mtp_num_hidden_layers": 1}
     target = load_model(
-        quantised_at_load(ModelConfig.from_dict(config), "fp8"),
+        quantised_at_load(config_from_dict(config), "fp8"),
         None,
         load_format="dummy",
         collectives=SingleRank(),
@@ -120,7 +120,7 @@ def test_drafters_become_codes_with_their_target(tmp_path: Path) -> None:
     )
     assert "layers.0.mixer.qkv.weight" in coded(load_own_mtp(target, None, load_format="dummy"))
     target = load_model(
-        quantised_at_load(ModelConfig.from_dict(dflash_target()), "fp8"),
+        quantised_at_load(config_from_dict(dflash_target()), "fp8"),
         None,
         load_format="dummy",
         collectives=SingleRank(),

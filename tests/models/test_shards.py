@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.config import ModelConfig
 from models.dummy import DummyTensor
 from models.kv_group import keys_and_values
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.layers.linear import ColumnParallel, RowParallel
 from parallel.layers.shard import HeadShard, ShardContext, VocabShard
@@ -29,7 +29,7 @@ FAMILIES = {
 
 def dummy(config: dict[str, Any], rank: int, size: int, seed: int = 0) -> Decoder:
     return load_model(
-        ModelConfig.from_dict(config),
+        config_from_dict(config),
         None,
         load_format="dummy",
         collectives=RankOf(rank, size),
@@ -42,7 +42,7 @@ def dummy(config: dict[str, Any], rank: int, size: int, seed: int = 0) -> Decode
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shards_cover_every_parameter_exactly_once(family: str, size: int) -> None:
     for rank in range(size):
-        model = build(ModelConfig.from_dict(FAMILIES[family]), rank, size)
+        model = build(config_from_dict(FAMILIES[family]), rank, size)
         padding = model.vocab_shard.width - model.vocab_shard.rows
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -56,7 +56,7 @@ def test_shards_cover_every_parameter_exactly_once(family: str, size: int) -> No
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_element_of_the_checkpoint_is_on_some_rank(size: int) -> None:
-    config = ModelConfig.from_dict(WIDE)
+    config = config_from_dict(WIDE)
     seen = {name: torch.zeros(tensor.shape) for name, tensor in full_tensors(config).items()}
     for rank in range(size):
         for name, shard in build(config, rank, size, device="meta").checkpoint_shards().items():
@@ -73,7 +73,7 @@ def test_every_element_of_the_checkpoint_is_on_some_rank(size: int) -> None:
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 def test_a_delta_net_is_split_by_value_heads_and_repeats_key_heads(family: str, k_heads: int, size: int) -> None:
     """How often the ranks have each row of a checkpoint tensor; what each has is compared with transformers' parity."""
-    config = ModelConfig.from_dict(FAMILIES[family] | {"linear_num_key_heads": k_heads})
+    config = config_from_dict(FAMILIES[family] | {"linear_num_key_heads": k_heads})
     assert config.delta is not None
     seen: dict[str, torch.Tensor] = {}
     for rank in range(size):
@@ -100,7 +100,7 @@ def test_a_delta_net_is_split_by_value_heads_and_repeats_key_heads(family: str, 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_dummy_weights_do_not_depend_on_the_group(size: int) -> None:
-    full = full_tensors(ModelConfig.from_dict(WIDE), seed=7)
+    full = full_tensors(config_from_dict(WIDE), seed=7)
     for rank in range(size):
         for name, shard in dummy(WIDE, rank, size, seed=7).checkpoint_shards().items():
             for piece in shard.pieces:
@@ -179,7 +179,7 @@ def test_uneven_splits_name_the_legal_sizes() -> None:
     with pytest.raises(ValueError, match=r"9 gates .* over 4 .* out of \[1, 3, 9\]"):
         RowParallel(9, 8, placement, what="gates")
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM with 8 heads.* over 3 .* out of \[1, 2, 4, 8\]"):
-        build(ModelConfig.from_dict(WIDE), 0, 3)
+        build(config_from_dict(WIDE), 0, 3)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 8, 37])
@@ -202,7 +202,7 @@ def test_padding_logits_are_minus_infinity() -> None:
 
 
 def test_what_a_rank_keeps_of_a_token() -> None:
-    layouts = [build(ModelConfig.from_dict(WIDE), 0, size).cache_layout for size in (1, 2, 4, 8)]
+    layouts = [build(config_from_dict(WIDE), 0, size).cache_layout for size in (1, 2, 4, 8)]
     assert [layout.layers for layout in layouts] == [(keys_and_values(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
     assert layouts[0].bytes_per_token == 2 * 2 * 2 * 10 * 4
     assert not layouts[0].has_slot_state

@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.inputs import PIECE, DecodeAttention, MixedAttention, PrefillAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
+from models.registry import config_from_dict
 from parallel.comm.collectives import SingleRank
 from tests.models.tiny_checkpoint import TINY
 from tests.plant import Kernels, Op, invariant_kernels, kernels_with, reference_kernels
 
 PAGE, PAGES = 4, 20
-CONFIG = ModelConfig.from_dict(TINY)
+CONFIG = config_from_dict(TINY)
 
 
 class Row(NamedTuple):

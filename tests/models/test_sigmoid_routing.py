@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from models.block_pattern import Mamba2Shape
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfigError
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.layers.routed_experts import RoutedExperts
+from models.registry import config_from_dict, config_from_folder
 from parallel.layers.weight import Weight
 from tests.models.tiny_checkpoint import build
 from tests.models.tiny_nemotron import NEMOTRON
@@ -124,7 +125,7 @@ def nemotron(**changes: object) -> dict[str, Any]:
 
 
 def test_blocks_experts_and_mamba_are_read() -> None:
-    config = ModelConfig.from_dict(nemotron())
+    config = config_from_dict(nemotron())
     assert config.blocks == ("mamba", "moe", "attention", "mamba", "mlp", "moe")
     assert config.mamba == Mamba2Shape(heads=4, head_dim=12, groups=2, state_size=10, taps=4, conv_bias=True)
     expected = RoutedExperts(
@@ -142,12 +143,12 @@ def test_blocks_experts_and_mamba_are_read() -> None:
     )
     assert config.experts == expected
     words = ["mamba", "moe", "attention", "mamba", "mlp", "moe"]
-    assert ModelConfig.from_dict(nemotron(hybrid_override_pattern=None, layers_block_type=words)) == config
+    assert config_from_dict(nemotron(hybrid_override_pattern=None, layers_block_type=words)) == config
     of_transformers_5 = ["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"]
-    assert ModelConfig.from_dict(nemotron(hybrid_override_pattern=None, layers_block_type=of_transformers_5)) == config
+    assert config_from_dict(nemotron(hybrid_override_pattern=None, layers_block_type=of_transformers_5)) == config
     for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0.0, 1e30]):
-        assert ModelConfig.from_dict(nemotron(time_step_limit=limit)) == config
-    assert ModelConfig.from_dict(TINY).blocks == ()
+        assert config_from_dict(nemotron(time_step_limit=limit)) == config
+    assert config_from_dict(TINY).blocks == ()
 
 
 @pytest.mark.parametrize(
@@ -178,14 +179,14 @@ def test_blocks_experts_and_mamba_are_read() -> None:
 def test_what_is_refused_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nemotron(**changes)))
     with pytest.raises(ModelConfigError) as caught:
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_group_sizes_are_named() -> None:
-    config = ModelConfig.from_dict(nemotron())
+    config = config_from_dict(nemotron())
     assert {build(config, 0, size).config.layers for size in (1, 2, 4)} == {6}
-    three = ModelConfig.from_dict(nemotron(mamba_num_heads=6, n_groups=3))
+    three = config_from_dict(nemotron(mamba_num_heads=6, n_groups=3))
     with pytest.raises(ValueError, match=r"Mamba-2 heads 6 .* over 2 .* out of \[1\]"):
         build(three, 0, 2)

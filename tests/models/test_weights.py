@@ -15,13 +15,14 @@ from torch import Tensor
 from models.checkpoint import WeightsError, locate_tensors
 from models.config import ModelConfig
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write, write_index
 from tests.plant import reference_kernels
 
-CONFIG = ModelConfig.from_dict(TINY)
-TIED = ModelConfig.from_dict({**TINY, "tie_word_embeddings": True})
+CONFIG = config_from_dict(TINY)
+TIED = config_from_dict({**TINY, "tie_word_embeddings": True})
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -216,7 +217,7 @@ def test_recomputed_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, tenso
 def test_nothing_is_allocated_before_the_check(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     """A config that asks for 200 GB meets its checkpoint's real shapes first."""
     write(tmp_path, tensors)
-    huge = ModelConfig.from_dict({**TINY, "vocab_size": 2**31 - 1})
+    huge = config_from_dict({**TINY, "vocab_size": 2**31 - 1})
     assert "'lm_head.weight' has shape [37, 24]" in refusal(tmp_path, huge)
 
 
@@ -244,10 +245,10 @@ def memory(key):
 
 weights.MAPPED_BYTES = 16 << 20
 arguments = dict(dtype=torch.bfloat16, collectives=SingleRank(), kernels=reference_kernels())
-weights.load_model(ModelConfig.from_folder(sys.argv[1]), sys.argv[1], **arguments)  # imports and allocator warm
+weights.load_model(config_from_folder(sys.argv[1]), sys.argv[1], **arguments)  # imports and allocator warm
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # reset the high-water mark
-model = weights.load_model(ModelConfig.from_folder(sys.argv[2]), sys.argv[2], **arguments)
+model = weights.load_model(config_from_folder(sys.argv[2]), sys.argv[2], **arguments)
 parameters = sum(p.numel() * p.itemsize for p in model.parameters())
 print(memory("VmHWM") - before - parameters)
 """
@@ -265,7 +266,7 @@ def test_peak_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, tensors: 
     large, small = tmp_path / "large", tmp_path / "small"
     large.mkdir()
     small.mkdir()
-    shapes = {n: s.full_shape for n, s in build(ModelConfig.from_dict(wide), device="meta").checkpoint_shards().items()}
+    shapes = {n: s.full_shape for n, s in build(config_from_dict(wide), device="meta").checkpoint_shards().items()}
     write(large, {name: torch.zeros(shape) for name, shape in shapes.items()}, config=wide)
     write(small, tensors)
     assert (large / "model.safetensors").stat().st_size > 200 << 20

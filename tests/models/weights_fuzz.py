@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.dispatch_mode import DispatchMode
@@ -33,7 +33,7 @@ from tests.models.weights_index_mutations import SEVERAL_FILES
 from tests.models.weights_mutations import ONE_FILE, Checkpoint, Mutation
 from tests.plant import reference_kernels
 
-CONFIG = ModelConfig.from_dict(TINY)
+CONFIG = config_from_dict(TINY)
 KINDS = ONE_FILE + SEVERAL_FILES
 
 

@@ -13,8 +13,8 @@ import torch
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S
 from launch.bench.roofline import Shape, decode_floor
 from launch.bench.session import SHAPES
-from models.config import ModelConfig
 from models.kv_group import KvGroup, Plane
+from models.registry import config_from_folder
 from tests.models.tiny_checkpoint import build
 
 PEERS = json.loads((Path(__file__).parents[3] / "docs" / "peers.json").read_text())
@@ -51,7 +51,7 @@ def floor_ms(shape: Shape, batch: int, ranks: int, length: float = 640) -> float
 def test_floors_are_those_of_the_peers_file(model: str, tp: int, batch: int, expected: float) -> None:
     """Within 3 %, or within what was lost when the figure was rounded to the digits that it has."""
     rounding = 0.5 * 10.0 ** -len(str(expected).partition(".")[2])
-    found = floor_ms(Shape.from_config(PEERS["models"][model]), batch, tp)
+    found = floor_ms(Shape.from_folder(SHAPES / FOLDERS[model]), batch, tp)
     assert found == pytest.approx(expected, rel=0.03, abs=rounding)
 
 
@@ -59,12 +59,11 @@ def test_floors_are_those_of_the_peers_file(model: str, tp: int, batch: int, exp
 def test_shape_folders_are_the_peers_models(model: str) -> None:
     config: dict[str, Any] = json.loads((SHAPES / FOLDERS[model] / "config.json").read_text())
     assert config | PEERS["models"][model] == config
-    assert Shape.from_folder(SHAPES / FOLDERS[model]) == Shape.from_config(PEERS["models"][model])
 
 
 def test_the_32b_shape_has_its_size() -> None:
     shape = Shape.from_folder(SHAPES / "qwen3-32b")
-    config = ModelConfig.from_folder(SHAPES / "qwen3-32b")
+    config = config_from_folder(SHAPES / "qwen3-32b")
     embedding = config.vocab_size * config.hidden_size
     assert (config.layers, config.hidden_size, config.heads, config.kv_heads) == (64, 5120, 64, 8)
     assert shape.dense + embedding == pytest.approx(32.8e9, rel=0.005)
@@ -72,7 +71,7 @@ def test_the_32b_shape_has_its_size() -> None:
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in SHAPES.glob("*/config.json")))
 def test_every_shape_is_a_model_folder(folder: str) -> None:
-    config = ModelConfig.from_folder(SHAPES / folder)
+    config = config_from_folder(SHAPES / folder)
     assert config.max_length >= 4096
     vocabularies = {"nemotron": 131_072, "qwen3.5": 248_320}
     assert config.vocab_size == vocabularies.get(folder.partition("-")[0], 151_936)
@@ -89,7 +88,7 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
 )
 def test_hybrid_shapes_have_their_sizes_and_states(folder: str, billions: float, active: float) -> None:
     """Against what a model of that shape allocates, whose norms and filters the floor leaves out."""
-    shape, config = Shape.from_folder(SHAPES / folder), ModelConfig.from_folder(SHAPES / folder)
+    shape, config = Shape.from_folder(SHAPES / folder), config_from_folder(SHAPES / folder)
     embedding = config.vocab_size * config.hidden_size
     model = build(config, device="meta")
     total = shape.dense + shape.expert * shape.experts + embedding

@@ -19,13 +19,13 @@ from launch.bench.roofline import (
     target_floor,
 )
 from launch.bench.session import SHAPES
-from models.config import ModelConfig
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
 from models.drafters.mtp_layouts import BlocksDraft
 from models.layers.context import ModelContext
+from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank
 from runtime.speculative_config import speculative_config
 from tests.launch.bench.test_roofline import entries
@@ -113,7 +113,7 @@ def on_meta(make: Any, config: Any, **options: Any) -> int:
     ],
 )
 def test_a_model_s_own_layer_has_the_values_that_it_allocates(model: str, make: Any) -> None:
-    config = MTPConfig.of_target(ModelConfig.from_folder(SHAPES / model))
+    config = MTPConfig.of_target(config_from_folder(SHAPES / model))
     shape = shape_of(config, 100)
     assert shape.dense + shape.expert * shape.experts == pytest.approx(on_meta(make, config), rel=1e-3)
     assert shape.head == 100 * config.model.hidden_size
@@ -135,7 +135,7 @@ def test_drafters_beside_the_8b_shape_have_the_values_that_they_allocate() -> No
 
 
 def test_the_head_has_the_ids_that_are_asked_for() -> None:
-    target = ModelConfig.from_folder(SHAPES / "qwen3-8b")
+    target = config_from_folder(SHAPES / "qwen3-8b")
     for name, changes, ids in (
         ("mtp", {}, 151_936),
         ("mtp", {"token_map": 32_768}, 32_768),

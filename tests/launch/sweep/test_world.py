@@ -15,7 +15,7 @@ from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
 from launch.sweep.world import jobs_text, room_text
 from models.cache_layout import CacheLayout, SlotState
 from models.config import ModelConfig
-from models.registry import ARCHITECTURES
+from models.registry import ARCHITECTURES, config_from_dict, config_from_folder
 from parallel.layers.shard import HeadShard, Shard, VocabShard
 from parallel.topology import ParallelDegrees
 from tests.launch.api.parsed import parsed
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def config_of(shape: str, layers: int = 2) -> ModelConfig:
     """A model that comes with Lockstride, with fewer of its layers."""
     folder = ROOT / "models" / shape
-    config = ModelConfig.from_folder(folder if folder.is_dir() else ROOT / "models" / "shapes" / shape)
+    config = config_from_folder(folder if folder.is_dir() else ROOT / "models" / "shapes" / shape)
     experts = config.experts
     fewer = None if experts is None else replace(experts, layers=tuple(n for n in experts.layers if n < layers))
     return replace(config, layers=layers, experts=fewer, blocks=config.blocks[:layers])
@@ -101,7 +101,7 @@ def test_bytes_of_fp8_weights_and_their_scales() -> None:
 
 def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, toy_hybrid.ARCHITECTURE, toy_hybrid.ToyHybrid)
-    config = ModelConfig.from_dict({**TINY, **toy_hybrid.HYBRID})  # sums in float32 and two numbers of each, twice
+    config = config_from_dict({**TINY, **toy_hybrid.HYBRID})  # sums in float32 and two numbers of each, twice
     parts = list(parts_of(config, ParallelDegrees(2, 2)).values())
     slot = 2 * 2 * config.hidden_size // 2 * 4
     (token,) = {part.cache_layout.bytes_per_token for part in parts}

@@ -19,8 +19,8 @@ from torch import Tensor
 from launch.tune import gpu_runner
 from launch.tune.plan import plan
 from launch.tune.shapes import RankShare, asked_attention, asked_products
-from models.config import ModelConfig
 from models.kernels.matmul import autotune
+from models.registry import config_from_folder
 from tests.models.kernels.compiling_driver import CompilingDriver
 from tests.models.kernels.nvidia_kernels import nvidia_kernels
 from tests.models.kernels.rank_without_gpu import META, SHAPES, play_an_h200
@@ -46,7 +46,7 @@ def main() -> None:
     runner._COLD_WEIGHTS = 1
     module: Any = autotune
     module.median_graph_us = replayed
-    share = RankShare.of(ModelConfig.from_folder(Path(SHAPES) / model), int(ranks))
+    share = RankShare.of(config_from_folder(Path(SHAPES) / model), int(ranks))
     tasks = plan(asked_products(share, tuple(map(int, rows)), 256), asked_attention(share, 1), 256, (part,))
     made = gpu_runner.GpuRunner(share, nvidia_kernels(META, prefill="triton"))
     for task in tasks:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from launch.tune.plan import Effort, Task
 from launch.tune.shapes import RankShare, asked_attention, asked_products
-from models.config import ModelConfig
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import H200
+from models.registry import config_from_folder
 from parallel.layers.weight import Weight
 from tests.plant import Op, kernels_with
 from tests.torchrun import python
@@ -88,7 +88,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def share(folder: Path = DEMO, ranks: int = 2) -> RankShare:
-    return RankShare.of(ModelConfig.from_folder(folder), ranks, torch.float32)
+    return RankShare.of(config_from_folder(folder), ranks, torch.float32)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import torch
 
 from launch.tune.plan import IN_LAYERS_UP_TO, Task, plan
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
-from models.config import ModelConfig
 from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
+from models.registry import config_from_folder
 from models.row_buckets import decode_ladder
 
 SHAPES = Path(__file__).parents[3] / "models" / "shapes"
@@ -22,7 +22,7 @@ BUCKETS = buckets_of(256, 8192)
 
 @functools.cache
 def tasks(model: str = "qwen3-8b", parts: tuple[str, ...] = PARTS) -> tuple[Task, ...]:
-    share = RankShare.of(ModelConfig.from_folder(SHAPES / model), 1)
+    share = RankShare.of(config_from_folder(SHAPES / model), 1)
     return tuple(plan(asked_products(share, BUCKETS, 256), asked_attention(share, 1), 256, parts))
 
 
@@ -73,7 +73,7 @@ def test_an_estimate_is_what_an_h100_took() -> None:
 
 
 def test_turns_are_as_long_as_asked() -> None:
-    share = RankShare.of(ModelConfig.from_folder(SHAPES / "qwen3-8b"), 1)
+    share = RankShare.of(config_from_folder(SHAPES / "qwen3-8b"), 1)
     usual, longer = (plan(asked_products(share, (8, 256, 320), 256), None, 256, PARTS, s) for s in (None, 1.5))
     assert [task.key for task in usual] == [task.key for task in longer]
     assert {task.effort.seconds for task in longer} == {1.5}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of, layers_enough
-from models.config import ModelConfig
 from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
+from models.registry import config_from_folder
 from parallel.comm.all_reduce_dispatch import SizeLimits
 
 SHAPES = Path(__file__).parents[3] / "models" / "shapes"
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def share(model: str, ranks: int = 1, *, whole_experts: bool = False) -> RankShare:
-    return RankShare.of(ModelConfig.from_folder(SHAPES / model), ranks, whole_experts=whole_experts)
+    return RankShare.of(config_from_folder(SHAPES / model), ranks, whole_experts=whole_experts)
 
 
 def test_a_dense_models_products() -> None:

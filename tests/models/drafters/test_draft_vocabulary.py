@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.checkpoint import WeightsError, locate_tensors
-from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.draft_head import DraftHead
 from models.drafters.draft_vocabulary import chosen_ids, mapped_ids
 from models.drafters.load import load_head, load_mtp
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
 from runtime.speculate.likeliest import likeliest_few
@@ -32,7 +32,7 @@ IDS = (3, 4, 9, 20, 36)
 
 
 def target(collectives: Collectives | None = None) -> Decoder:
-    config = ModelConfig.from_dict(TARGET)
+    config = config_from_dict(TARGET)
     how: dict[str, Any] = {"load_format": "dummy", "kernels": reference_kernels(), "seed": 3}
     return load_model(config, None, collectives=collectives or SingleRank(), **how)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfigError
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import BlockView, DFlashConfig, MTPConfig, default_layer_ids
 from models.drafters.load import load_dflash, load_mtp, load_own_mtp
@@ -20,6 +20,7 @@ from models.drafters.mtp import MTPDraft
 from models.inputs import DecodeAttention, StepInputs
 from models.kernels.interface import Rotation
 from models.layers.decoder import Decoder
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
 from tests.models.drafters import serial_oracle
@@ -49,7 +50,7 @@ def target(
     keys: dict[str, Any] = TARGET, collectives: Collectives | None = None, kernels: Kernels | None = None
 ) -> Decoder:
     """By default of one rank."""
-    config, of_group = ModelConfig.from_dict(keys), collectives or SingleRank()
+    config, of_group = config_from_dict(keys), collectives or SingleRank()
     used = kernels or reference_kernels()
     return load_model(config, None, load_format="dummy", collectives=of_group, kernels=used, seed=3)
 
@@ -356,7 +357,7 @@ def test_drafters_of_other_targets_are_refused_with_both_values(
 ) -> None:
     config = DFlashConfig.from_dict(dflash_config(**changes))
     with pytest.raises(ValueError, match="made for") as error:
-        config.check_target(replace(ModelConfig.from_dict(TARGET), **of_target))
+        config.check_target(replace(config_from_dict(TARGET), **of_target))
     assert all(value in str(error.value) for value in values), str(error.value)
     assert "use the" in str(error.value)
 
@@ -373,7 +374,7 @@ def test_drafters_of_other_targets_are_refused_with_both_values(
 def test_mtp_layers_of_other_targets_are_refused_with_both_values(of_target: dict[str, Any], values: list[str]) -> None:
     config = MTPConfig.from_dict(mtp_config())
     with pytest.raises(ValueError, match="made for") as error:
-        config.check_target(replace(ModelConfig.from_dict(TARGET), **of_target))
+        config.check_target(replace(config_from_dict(TARGET), **of_target))
     assert all(value in str(error.value) for value in values), str(error.value)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
 from models.drafters.draft_config import Eagle3Config
+from models.registry import config_from_dict, config_from_folder
 from tests.models.drafters.test_drafters import TARGET
 from tests.models.drafters.tiny_drafters import eagle3_config
 
@@ -20,7 +20,7 @@ def test_layers_that_are_read_where_the_config_names_none() -> None:
     """SGLang and vLLM capture what goes into layers 2, 18 and 33 of 36."""
     config = Eagle3Config.from_folder(Path("models/shapes/qwen3-8b/eagle3"))
     assert (config.layers_of(36), config.features, config.draft_vocab_size) == ((1, 17, 32), 3, 32000)
-    config.check_target(ModelConfig.from_folder("models/shapes/qwen3-8b"))
+    config.check_target(config_from_folder("models/shapes/qwen3-8b"))
 
 
 def test_the_two_keys_of_layers_count_differently() -> None:
@@ -77,7 +77,5 @@ def test_heads_of_other_targets_are_refused_with_both_values(
     changes: dict[str, Any], of_target: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ValueError, match="made for this target") as error:
-        Eagle3Config.from_dict(eagle3_config(**changes)).check_target(
-            replace(ModelConfig.from_dict(TARGET), **of_target)
-        )
+        Eagle3Config.from_dict(eagle3_config(**changes)).check_target(replace(config_from_dict(TARGET), **of_target))
     assert all(value in str(error.value) for value in values), str(error.value)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
 from models.drafters.draft_config import MTPConfig
 from models.drafters.load import check_own_mtp, load_mtp, load_own_mtp
+from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from tests.models.drafters.test_drafters import TARGET, compare_guesses, target
@@ -47,11 +47,11 @@ def hybrid(pattern: str) -> dict[str, Any]:
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts"])
 def test_a_layer_under_deepseeks_names_guesses_as_the_oracle(tmp_path: Path, config: dict[str, Any]) -> None:
     """It lies behind the target's last layer; what repeats the target's embedding and head is left unread."""
-    stored = full_tensors(ModelConfig.from_dict(config)) | nextn_tensors(config, layer=2)
+    stored = full_tensors(config_from_dict(config)) | nextn_tensors(config, layer=2)
     wrong = torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"])
     stored |= {f"model.layers.2.{name}.weight": wrong.clone() for name in ("embed_tokens", "shared_head.head")}
     folder = write(tmp_path, config, stored)
-    read = load_model(ModelConfig.from_dict(config), folder, collectives=SingleRank(), kernels=reference_kernels())
+    read = load_model(config_from_dict(config), folder, collectives=SingleRank(), kernels=reference_kernels())
     compare_guesses(read, load_own_mtp(read, folder), config, mtp_tensors(config))
 
 
@@ -69,14 +69,14 @@ def test_a_nemotron_h_layer_guesses_as_the_oracle(tmp_path: Path, pattern: str, 
     kinds = {"*": "full_attention", "E": "moe", "-": "mlp"}
     written = {**HYBRID, "mtp_layers_block_type": [kinds[letter] for letter in pattern]} if words else config
     tensors = blocks_tensors(config)
-    folder = write(tmp_path, written, full_tensors(ModelConfig.from_dict(HYBRID)) | tensors)
-    read = load_model(ModelConfig.from_folder(folder), folder, collectives=SingleRank(), kernels=reference_kernels())
+    folder = write(tmp_path, written, full_tensors(config_from_dict(HYBRID)) | tensors)
+    read = load_model(config_from_folder(folder), folder, collectives=SingleRank(), kernels=reference_kernels())
     compare_guesses(read, load_own_mtp(read, folder), config, tensors)
 
 
 def test_without_a_pattern_it_is_attention_and_experts() -> None:
-    assert ModelConfig.from_dict(HYBRID).mtp_blocks == ("attention", "moe")
-    assert ModelConfig.from_dict({**HYBRID, "num_nextn_predict_layers": 0}).mtp_blocks == ()
+    assert config_from_dict(HYBRID).mtp_blocks == ("attention", "moe")
+    assert config_from_dict({**HYBRID, "num_nextn_predict_layers": 0}).mtp_blocks == ()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_without_a_pattern_it_is_attention_and_experts() -> None:
 )
 def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_own_mtp(ModelConfig.from_dict(config), None, load_format="dummy")
+        check_own_mtp(config_from_dict(config), None, load_format="dummy")
 
 
 def test_checkpoints_that_are_not_what_their_config_says_are_refused_by_name(tmp_path: Path) -> None:
-    dense, sizes = ModelConfig.from_dict(DENSE), SIZES["hidden_size"]
+    dense, sizes = config_from_dict(DENSE), SIZES["hidden_size"]
     tensors = nextn_tensors(DENSE, layer=2)
     latent = {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(8, sizes)}
     with pytest.raises(WeightsError, match=r"multi-head latent attention \(model\.layers\.2\.self_attn\.kv_a_proj"):
@@ -111,7 +111,7 @@ def test_checkpoints_that_are_not_what_their_config_says_are_refused_by_name(tmp
     config = hybrid("*E")
     folder = write(tmp_path / "blocks", config, blocks_tensors(hybrid("*E-")))
     with pytest.raises(WeightsError, match=r"holds 3 blocks of an MTP layer.*names 2: attention, moe"):
-        check_own_mtp(ModelConfig.from_dict(config), folder)
+        check_own_mtp(config_from_dict(config), folder)
     missing = blocks_tensors(config)
     del missing["mtp.layers.1.final_layernorm.weight"]
     with pytest.raises(WeightsError, match=r"no file holds.*mtp\.layers\.1\.final_layernorm\.weight"):

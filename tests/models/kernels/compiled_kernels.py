@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.expert_load import start_counting
 from models.inputs import PrefillAttention, StateRows, StateTree
 from models.kernels.attention import rope_decode, rope_prefill
@@ -38,6 +37,7 @@ from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kernels.traits import H200
 from models.kv_group import FP8
 from models.ops.tuned import shipped_choices
+from models.registry import config_from_folder
 from parallel.comm.all_reduce_triton import all_reduce_rows
 from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
@@ -277,7 +277,7 @@ def mixtral(driver: CompilingDriver, *lists: int) -> None:
 
 def without_a_gate(driver: CompilingDriver) -> None:
     """The experts of Nemotron-3-Nano: the streamed path, short lists and long ones."""
-    experts = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").experts
+    experts = config_from_folder(SHAPES / "nemotron-3-nano-30b-a3b").experts
     assert experts is not None
     hidden, inner, count, choices = 2688, experts.intermediate_size, experts.count, experts.per_token
     up, down = (
@@ -304,7 +304,7 @@ def empty_tree(rows: int, nodes: int) -> StateTree:
 
 def mamba(driver: CompilingDriver) -> None:
     """The launches of Nemotron-3-Nano's Mamba-2: decode of few rows and of many, a prefill; and in float32."""
-    shape = ModelConfig.from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
+    shape = config_from_folder(SHAPES / "nemotron-3-nano-30b-a3b").mamba
     assert shape is not None
     for dtype in (torch.float32, torch.bfloat16):
         made = partial(torch.empty, dtype=dtype, device=META)

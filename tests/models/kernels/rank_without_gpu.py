@@ -19,13 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.inputs import DecodeAttention
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.ops import nvidia, tuned
-from models.registry import model_class
+from models.registry import config_from_folder, model_class
 from models.weights import without_memory
 from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
@@ -168,7 +167,7 @@ class Rank:
         same_bits: bool = False,
         layers: int = 2,
     ) -> None:
-        config = ModelConfig.from_folder(SHAPES / f"qwen3-{shape}")
+        config = config_from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=tuple(range(layers)))
         config = dataclasses.replace(config, layers=layers, experts=experts)
         self._driver = driver

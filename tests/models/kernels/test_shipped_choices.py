@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from launch.tune.shapes import Asked, RankShare, asked_products, buckets_of
-from models.config import ModelConfig
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.candidates import MOST_GEMV_ROWS
 from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.cublaslt import Linear
 from models.kernels.traits import H200, DeviceTraits
+from models.registry import config_from_folder
 from models.row_buckets import decode_ladder, every_bucket
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -52,7 +52,7 @@ def products(table: ChoiceTable, gpu: DeviceTraits, lt: Lt) -> Any:
 
 @functools.cache
 def asked(model: str, ranks: int) -> tuple[Asked, ...]:
-    share = RankShare.of(ModelConfig.from_folder(SHAPES / model), ranks)
+    share = RankShare.of(config_from_folder(SHAPES / model), ranks)
     return tuple(asked_products(share, buckets_of(256, 8192), 256))
 
 

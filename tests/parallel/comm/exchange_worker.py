@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm import symmetric_exchange
 from parallel.comm.collectives import Collectives, GroupCollectives
@@ -50,7 +50,7 @@ def prompts_of(group: int) -> list[list[int]]:
 
 def answers(group: int, collectives: Collectives, split: ExpertSplit) -> dict[str, Tensor]:
     model = load_model(
-        ModelConfig.from_dict(CONFIG),
+        config_from_dict(CONFIG),
         None,
         load_format="dummy",
         collectives=collectives,

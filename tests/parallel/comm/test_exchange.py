@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.group_size import require_legal_size
+from models.registry import config_from_dict
 from parallel.comm.collectives import SingleRank
 from parallel.comm.ep_exchange import TokenExchange, all_gather_packed
 from parallel.layers.experts import ExpertSplit
@@ -43,7 +43,7 @@ def test_tensors_of_several_types_travel_together() -> None:
 
 
 def test_groups_that_cannot_share_are_refused() -> None:
-    config = ModelConfig.from_dict(CONFIG)
+    config = config_from_dict(CONFIG)
     require_legal_size(config, 2, whole_experts=True, groups=4)
     with pytest.raises(ValueError, match=r"8 experts .* over 3 groups of 2 ranks; .* out of \[1, 2, 4, 8\]"):
         require_legal_size(config, 2, whole_experts=True, groups=3)

@@ -14,8 +14,8 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from models.config import ModelConfig
 from models.ops.select import select_kernels
+from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
 from parallel.control.interface import ControlPlane, SingleRankControl
@@ -186,7 +186,7 @@ def rig(
         prefill_burst=prefill_burst,
         max_sessions=max_sessions,
     )
-    model_config = ModelConfig.from_folder(folder) if folder else ModelConfig.from_dict({**TINY, **(shape or {})})
+    model_config = config_from_folder(folder) if folder else config_from_dict({**TINY, **(shape or {})})
     device = device or TwinDevice()
     model = load_model(
         model_config,

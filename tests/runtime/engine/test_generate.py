@@ -11,7 +11,7 @@ import pytest
 from launch.generate.command import run
 from launch.generate.options import Command
 from launch.ranks.start_engine import open_engine
-from models.config import ModelConfig
+from models.registry import config_from_dict
 from tests.launch.api.parsed import parsed
 from tests.launch.generate.batches import model_folder, rows_of, write_input
 from tests.models import tiny_checkpoint
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer; whoever has BROKEN in his prompt gets logits that are not finite, nobody else."""
     made = model_folder(tmp_path_factory.mktemp("parent"))
-    tensors = tiny_checkpoint.full_tensors(ModelConfig.from_dict(CONFIG))
+    tensors = tiny_checkpoint.full_tensors(config_from_dict(CONFIG))
     tensors["model.embed_tokens.weight"][BROKEN] = float("nan")
     tiny_checkpoint.write(made, tensors, config=CONFIG)
     return made

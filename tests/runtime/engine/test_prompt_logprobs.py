@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.inputs import PrefillAttention, StepInputs
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.engine import Engine
@@ -33,7 +33,7 @@ SMALL = 24  # prompts come in chunks, and chunks of several prompts share a step
 @cache
 def reference(prompt: tuple[int, ...]) -> Tensor:
     """Log-probabilities [T, V] of what follows each token of ``prompt``, from one forward over all of it."""
-    config = ModelConfig.from_dict(TINY)
+    config = config_from_dict(TINY)
     model = load_model(
         config,
         None,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout
-from models.config import ModelConfig
 from models.kv_group import keys_and_values
 from models.ops.select import select_kernels
+from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
@@ -44,7 +44,7 @@ class DraftedDecode:
         self.steps = 0
         self._parts = parts
         device = parts.device.torch_device
-        config = ModelConfig.from_dict({**TINY, **toy})
+        config = config_from_dict({**TINY, **toy})
         kernels = select_kernels(device, torch.float32, config.head_dim)
         self._toy = load_model(
             config,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, MTPConfig
 from models.drafters.draft_head import DraftHead
 from models.drafters.load import load_dflash, load_mtp
 from models.inputs import PrefillAttention, StateRows, StepInputs
 from models.layers.decoder import Decoder
 from models.layers.layer_tap import LayerTap
+from models.registry import config_from_dict
 from runtime.execute.proposer import Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.dflash import DFlashProposer
@@ -170,7 +170,7 @@ class OwnLayer(Drafter):
             self.config = own_mtp_config(self.config)
             self.tensors = mtp_tensors(self.config)
             stored = less_one(self.tensors)
-        write(folder, self.config, full_tensors(ModelConfig.from_dict(self.config)) | stored)
+        write(folder, self.config, full_tensors(config_from_dict(self.config)) | stored)
         self.recorder: Recorder | None = None
 
     def __call__(self, parts: ProposerParts) -> Recorder:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.config import ModelConfig
 from models.drafters.draft_config import Eagle3Config
 from models.drafters.load import load_eagle3, load_head
+from models.registry import config_from_dict
 from runtime.execute.proposer import Observed, ProposerParts
 from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
@@ -176,7 +176,7 @@ def test_a_tree_of_more_tokens_a_place_than_the_head_has_is_refused(tmp_path: Pa
     head = Head(tmp_path)
     keys: dict[str, Any] = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
     wide = speculative_config({**keys, "tree_size": 12, "tree_top_k": 7})
-    model = ModelConfig.from_dict({**TINY, **SHAPE})
+    model = config_from_dict({**TINY, **SHAPE})
     with pytest.raises(SpeculativeConfigError, match=r"tree_top_k is 7, but the drafter guesses among 6 ids"):
         check_drafter(wide, model)
     check_drafter(speculative_config({**keys, "tree_size": 12, "tree_top_k": 6}), model)

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import pytest
 import torch
 
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfigError
+from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
@@ -51,7 +52,7 @@ def test_a_start_refuses_the_drafter_of_another_target(method: str, tmp_path: Pa
 
 
 def test_more_guesses_than_a_block_has_are_refused() -> None:
-    target = ModelConfig.from_folder(EIGHT_B)
+    target = config_from_folder(EIGHT_B)
     check_drafter(speculative_config(asking("dflash", EIGHT_B / "dflash", 15)), target)
     with pytest.raises(SpeculativeConfigError, match=r"is 16, but .* 16 tokens.*type \"num_speculative_tokens\": 15"):
         check_drafter(speculative_config(asking("dflash", EIGHT_B / "dflash", 16)), target)
@@ -62,7 +63,7 @@ def test_drafters_in_shapes_are_those_of_their_targets() -> None:
     drafters = [path.parent for path in sorted(SHAPES.glob("*/*/config.json"))]
     assert SHAPES / "qwen3.5-27b/dflash" in drafters
     for folder in drafters:
-        check_drafter(speculative_config(asking(folder.name, folder)), ModelConfig.from_folder(folder.parent))
+        check_drafter(speculative_config(asking(folder.name, folder)), config_from_folder(folder.parent))
 
 
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
@@ -71,7 +72,7 @@ def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
         with pytest.raises(SpeculativeConfigError, match='type "model": "models/demo/dflash"'):
             speculative_config({"method": method, "num_speculative_tokens": 3})
     with pytest.raises(ModelConfigError, match=r"holds no config\.json"):
-        check_drafter(speculative_config(asking(method, SHAPES)), ModelConfig.from_folder(EIGHT_B))
+        check_drafter(speculative_config(asking(method, SHAPES)), config_from_folder(EIGHT_B))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_methods_with_weights_ask_for_a_folder(method: str) -> None:
 )
 @pytest.mark.parametrize("method", ["dflash", "mtp"])
 def test_ids_that_the_target_has_not_are_refused_at_the_start(method: str, token_map: Any, said: str) -> None:
-    target = ModelConfig.from_folder(EIGHT_B)
+    target = config_from_folder(EIGHT_B)
     check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=32768)), target)
     with pytest.raises(SpeculativeConfigError, match=said):
         check_drafter(speculative_config(asking(method, EIGHT_B / method, token_map=token_map)), target)
@@ -91,7 +92,7 @@ def test_ids_that_the_target_has_not_are_refused_at_the_start(method: str, token
 
 def test_trees_with_more_tokens_a_place_than_draft_ids_are_refused_at_the_start(tmp_path: Path) -> None:
     """Named by an option, by a drafter's config.json, or by its map alone."""
-    target, tree = ModelConfig.from_folder(EIGHT_B), {"tree_size": 9, "tree_top_k": 5}
+    target, tree = config_from_folder(EIGHT_B), {"tree_size": 9, "tree_top_k": 5}
     check_drafter(speculative_config(asking("mtp", EIGHT_B / "mtp", token_map=5, **tree)), target)
     said = 'tree_top_k is 5, but the drafter guesses among 4 ids: type "tree_top_k": 4 or less'
     with pytest.raises(SpeculativeConfigError, match=said):

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 
 from models.cache_layout import SlotState, StateBanks
-from models.config import ModelConfig
 from models.inputs import StateRows
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.ops.select import reference_ops
-from models.registry import model_class
+from models.registry import config_from_folder, model_class
 from parallel.comm.collectives import SingleRank
 from runtime.execute.executor import Executor
 from runtime.execute.staging import Chunks, Staging
@@ -65,7 +64,7 @@ class Declared:
 def declared() -> Iterator[Declared]:
     """Of every shape with recurrent layers."""
     for path in sorted(SHAPES.glob("*/config.json")):
-        config = ModelConfig.from_folder(path.parent)
+        config = config_from_folder(path.parent)
         with torch.device("meta"):
             context = ModelContext(SingleRank(), reference_ops(), config.dtype)
             model = model_class(config.architecture)(config, context)

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from models.config import ModelConfig
 from models.layers.context import ModelContext
-from models.registry import ARCHITECTURES
+from models.registry import ARCHITECTURES, config_from_dict
 from parallel.comm.collectives import SingleRank
 from runtime.execute.cache.block_copy import BlockCopier
 from runtime.execute.cache.pool import CachePool
@@ -101,7 +100,7 @@ class Parts:
     """Tables, ring and the work over a tiny model."""
 
     def __init__(self, shape: Mapping[str, object]) -> None:
-        config, device = ModelConfig.from_dict(dict(shape)), cast(Device, MetaDevice())
+        config, device = config_from_dict(dict(shape)), cast(Device, MetaDevice())
         context = ModelContext(SingleRank(), reference_kernels(), torch.bfloat16)
         with META:
             model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
