@@ -162,24 +162,10 @@ def model_config(
     config = family.usual(config)
     architecture = architecture_of(config)
     _refuse_unimplemented(config, family)
-    if not of_drafter and (unknown := unknown_keys(config, family)):
-        key = unknown[0]
-        raise ValueError(
-            f"{key!r} is {config[key]!r}, a key that {architecture} is not known to have; remove it from config.json "
-            "if it does not change what the model computes"
-        )
+    if not of_drafter:
+        _refuse_unknown(config, family)
     read = ConfigReader(config)
-    heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
-    of_head, of_group = (
-        default if key not in config and default else otherwise
-        for key, default, otherwise in (
-            ("head_dim", family.head_dim, hidden_size // heads),
-            ("num_key_value_heads", family.kv_heads, heads),
-        )
-    )
-    head_dim, kv_heads = read.size("head_dim", of_head), read.size("num_key_value_heads", of_group)
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    heads, kv_heads, head_dim = _heads(read, family)
     max_positions = read.size("max_position_embeddings")
     rope_parameters = _rope_parameters(config, family.theta)
     rope = rope_from_parameters(rope_parameters, max_positions)
@@ -192,7 +178,7 @@ def model_config(
     return ModelConfig(
         architecture=architecture,
         vocab_size=read.size("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=read.size("hidden_size"),
         intermediate_size=read.size("intermediate_size"),
         layers=read.size("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
@@ -245,6 +231,26 @@ def differing_keys(config: Mapping[str, Any], family: FamilyConfig) -> list[str]
     neutral = {**_NEUTRAL, **family.neutral}
     asked = [key for key in config if key in neutral and config[key] and config[key] not in neutral[key][0]]
     return [*unknown_keys(config, family), *(key for key in asked if key not in family.reads.split())]
+
+
+def _refuse_unknown(config: Mapping[str, Any], family: FamilyConfig) -> None:
+    for key in unknown_keys(config, family):
+        raise ValueError(
+            f"{key!r} is {config[key]!r}, a key that {architecture_of(config)} is not known to have; remove it from "
+            "config.json if it does not change what the model computes"
+        )
+
+
+def _heads(read: ConfigReader, family: FamilyConfig) -> tuple[int, int, int]:
+    """(heads, key/value heads, head_dim)"""
+    heads, hidden_size = read.size("num_attention_heads"), read.size("hidden_size")
+    of_head = family.head_dim if "head_dim" not in read.config else None
+    of_group = family.kv_heads if "num_key_value_heads" not in read.config else None
+    head_dim = read.size("head_dim", of_head or hidden_size // heads)
+    kv_heads = read.size("num_key_value_heads", of_group or heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return heads, kv_heads, head_dim
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], family: FamilyConfig) -> None:
