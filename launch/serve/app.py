@@ -36,6 +36,7 @@ from launch.serve.http_protocol import CROWDED
 from launch.serve.incoming import Incoming
 from launch.serve.metrics import Metrics
 from launch.serve.requests import MOST_TOKENS, Asked, RequestBuilder
+from launch.serve.responses import ResponsesBody, as_chat, as_sent, respond
 from launch.serve.settings import ServerSettings
 from launch.serve.sse import EventStream
 from runtime.frontend.chat_template import ChatTemplate
@@ -85,6 +86,7 @@ class ServeApp:
             [
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat_completions, "POST"),
+                route("/v1/responses", self._responses, "POST"),
                 route("/v1/models", self._models),
                 route("/v1/models/{name:path}", self._model),
                 route("/tokenize", self._tokenize, "POST"),
@@ -186,16 +188,25 @@ class ServeApp:
     # ---- generation ----
 
     async def _completions(self, request: Request) -> _Answer:
-        return await self._generate(request, "cmpl", self._asked_completion)
+        return await self._generate(
+            request, "cmpl", lambda data: self._requests().completion(decode(data, CompletionBody))
+        )
 
     async def _chat_completions(self, request: Request) -> _Answer:
-        return await self._generate(request, "chatcmpl", self._asked_chat)
+        return await self._generate(request, "chatcmpl", lambda data: self._requests().chat(decode(data, ChatBody)))
 
-    def _asked_completion(self, data: bytearray) -> Asked:
-        return self._requests().completion(decode(data, CompletionBody))
+    async def _responses(self, request: Request) -> _Answer:
+        bodies: list[ResponsesBody] = []
 
-    def _asked_chat(self, data: bytearray) -> Asked:
-        return self._requests().chat(decode(data, ChatBody))
+        def asked(data: bytearray) -> Asked:
+            bodies.append(decode(data, ResponsesBody))
+            return self._requests().chat(as_chat(bodies[0]))
+
+        try:
+            answer = await self._generate(request, "resp", asked)
+        except ApiError as error:
+            raise as_sent(error) from None
+        return await respond(answer, bodies[0], self.settings)
 
     async def _generate(self, request: Request, prefix: str, read: Callable[[bytearray], Asked]) -> _Answer:
         arrived_at = time.monotonic()
@@ -366,18 +377,16 @@ def _request_id(scope: Scope) -> str:
     return uuid4().hex
 
 
-def _json(value: object) -> Response:
-    return _json_bytes(msgspec.json.encode(value))
+def _json(value: object, status: int = 200) -> Response:
+    return _json_bytes(msgspec.json.encode(value), status)
 
 
-def _json_bytes(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
+def _json_bytes(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
 
 
 def _unwell(trouble: str) -> Response:
-    return Response(
-        msgspec.json.encode({"status": "unavailable", "reason": trouble}), 503, media_type="application/json"
-    )
+    return _json({"status": "unavailable", "reason": trouble}, 503)
 
 
 def _of_http(error: HTTPException) -> Response:

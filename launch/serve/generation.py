@@ -31,7 +31,7 @@ from runtime.frontend.remote_engine import ClientGone, EngineLost, Mailbox, Remo
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
-_CLIENT_CLOSED = 499  # nobody reads it
+CLIENT_CLOSED = 499  # nobody reads it
 _SHORT = 1 << 14  # tokens of prompts and answers that are written down in a millisecond or two
 _FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)
 
@@ -91,7 +91,7 @@ class Generation:
             body = await self._whole(mailbox, first)
         except ClientGone:
             leave()
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         except EngineLost as error:
             leave()
             raise self._lost(error) from None

@@ -4,14 +4,15 @@ Knows: the form of events, which end of a stream clients notice. Does not know: 
 
 Rules that clients of the field need (docs/serving.md): an event is ``data: `` and one line of JSON. Nothing else is
 sent between events, above all no comments, unless asked for. A failure is ``event: error`` with an OpenAI error object,
-then [DONE]: some clients count anything else, even a closed connection, as success.
+then [DONE]: some clients count anything else, even a closed connection, as success. (/v1/responses has other events,
+and no [DONE].)
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -28,11 +29,15 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def as_it_is(data: bytes) -> bytes:
+    return data
+
+
 class EventStream:
     """``events`` yields the JSON of each event; an ApiError that it raises ends the stream as a failure.
 
     ``left`` is called when the stream is over, whatever ended it. ``comment_seconds``: silence after which a comment
-    is sent, 0 for never.
+    is sent, 0 for never. ``frame``: what is sent of what ``events`` yields; ``end``: what is sent last.
     """
 
     def __init__(
@@ -40,10 +45,26 @@ class EventStream:
         events: AsyncGenerator[bytes, None],
         left: Callable[[], object],
         comment_seconds: float = 0.0,
+        frame: Callable[[bytes], bytes] = event,
+        end: bytes = DONE,
     ) -> None:
         self._events = events
         self._left = left
         self._comment_seconds = comment_seconds
+        self._frame = frame
+        self._end = end
+
+    async def each(self) -> AsyncGenerator[bytes, None]:
+        """What ``events`` yields, for a caller that sends it otherwise, or not at all."""
+        try:
+            async for data in self._events:
+                yield data
+        finally:
+            self._left()
+
+    def translated(self, into: Callable[[AsyncIterable[bytes]], AsyncGenerator[bytes, None]]) -> EventStream:
+        """A stream of what ``into`` makes of the events, complete with their frames; nothing follows the last one."""
+        return EventStream(into(self._events), self._left, self._comment_seconds, as_it_is, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
@@ -55,7 +76,7 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for data in self._each(send):
-                    await send({"type": "http.response.body", "body": event(data), "more_body": True})
+                    await send({"type": "http.response.body", "body": self._frame(data), "more_body": True})
             except ClientGone:
                 raise
             except Exception as error:
@@ -66,7 +87,7 @@ class EventStream:
                     told = ApiError(500, "an internal error; the server's log has it", kind="internal_server_error")
                 failed = b"event: error\n" + event(told.body)
                 await send({"type": "http.response.body", "body": failed, "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._end, "more_body": False})
         except ClientGone:
             pass  # nobody reads any more
         finally:
