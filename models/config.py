@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from models.attention_spec import AttentionSpec
 from models.block_pattern import BlockKind, Mamba2Shape
 from models.config_keys import unlisted
 from models.config_reader import ConfigReader, Neutral, refuse_others
@@ -22,6 +23,7 @@ from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_param
 from models.layers.routed_experts import RoutedExperts
 from models.quantization import Quantization, read_quantization
 
+Specs = tuple[AttentionSpec, ...]
 MOST_LAYERS = 10_000
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Options of other families that change what a model computes.
@@ -71,6 +73,7 @@ class ModelConfig:
     ``mtp_layers``: layers of multi-token prediction that the config names, which are not among ``layers``;
     ``mtp_own_embeddings``: they have an embedding of their own; ``mtp_blocks``: the kind of each of such a layer's
     blocks, where ``blocks`` is. ``quantization``: which matrices the checkpoint stores as codes; None for none.
+    ``attention``: of each layer; empty where all are alike and plain. ``more_ropes``: of layers with another rotation.
     """
 
     architecture: str
@@ -99,10 +102,26 @@ class ModelConfig:
     mtp_own_embeddings: bool = False
     mtp_blocks: tuple[BlockKind, ...] = ()
     quantization: Quantization | None = None
+    attention: tuple[AttentionSpec, ...] = ()
+    more_ropes: tuple[Rope, ...] = ()
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """By the index that AttentionSpec.rope is."""
+        return self.rope, *self.more_ropes
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        """How that layer attends, if it does."""
+        plain = AttentionSpec(self.kv_heads, self.head_dim, self.head_dim**-0.5)
+        return self.attention[layer] if self.attention else plain
 
     def has_experts(self, layer: int) -> bool:
         """Whether that layer's MLP is sparse."""
         return self.experts is not None and layer in self.experts.layers
+
+
+def _by_windows(config: Mapping[str, Any], specs: Specs) -> Specs:
+    return specs
 
 
 def _unless_off(config: Mapping[str, Any]) -> bool:
@@ -126,10 +145,12 @@ class FamilyConfig:
     """How a family's config.json is read where it differs from Llama's. Functions raise ValueError naming the key.
 
     Where the key is absent, as in transformers: ``eps``; ``theta``; ``head_dim``, None: hidden_size / heads;
-    ``kv_heads``, None: one a head (a null always means None); ``window``, None: no sliding window; ``tied``.
+    ``kv_heads``, None: one a head (a null always means None); ``window``, None: no sliding window; ``tied``;
+    ``layer_types``: every ``full_every``th layer is full, 0: none is. Without ``full_every`` windows are refused.
     ``reads``: names of further keys, separated by spaces, also of those that others must have neutral. ``neutral``:
     further options that it must have neutral. ``qk_norms``: queries and keys are normed. ``layer_types``: the kinds
     that it implements. ``slides``: whether a layer uses the window that the config names.
+    ``attention``: how layers attend, given what they are with windows alone.
     ``usual``: the config in the usual keys; all others see its result. ``experts``: its sparse layers; None: has none.
     ``more``: fields of ModelConfig that only few families have.
     """
@@ -144,7 +165,9 @@ class FamilyConfig:
     neutral: Neutral = field(default_factory=dict)
     qk_norms: bool = False
     layer_types: tuple[str, ...] = ("full_attention",)
+    full_every: int | None = None
     slides: Callable[[Mapping[str, Any]], bool] = _unless_off
+    attention: Callable[[Mapping[str, Any], Specs], Specs] = _by_windows
     usual: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
     experts: Callable[[Mapping[str, Any]], RoutedExperts | None] = _no_experts
     more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
@@ -170,7 +193,7 @@ def model_config(
     rope_parameters = _rope_parameters(config, family.theta)
     rope = rope_from_parameters(rope_parameters, max_positions)
     max_length = _max_length(rope, max_positions)
-    _refuse_sliding_window(config, family, max_length)
+    attention = _attention(config, family, AttentionSpec(kv_heads, head_dim, head_dim**-0.5), max_length)
     bos = token_ids(config, "bos_token_id")
     experts = family.experts(config)
     if experts is not None and experts.per_token > experts.count:
@@ -198,6 +221,7 @@ def model_config(
         mtp_layers=mtp_layers(config),
         mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
         quantization=read_quantization(config, exported),
+        attention=attention,
         **family.more(config),
     )
 
@@ -278,12 +302,27 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: FamilyConfig) -> No
         raise ValueError(f"'layer_types' has {other[0]!r}, {what}only {' and '.join(map(repr, family.layer_types))} is")
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], family: FamilyConfig, max_length: int) -> None:
-    """A window of ``max_length`` changes nothing."""
+def _attention(config: Mapping[str, Any], family: FamilyConfig, plain: AttentionSpec, max_length: int) -> Specs:
+    """Of each layer; nothing where all are ``plain``. A window of ``max_length`` changes nothing."""
+    layers = ConfigReader(config).size("num_hidden_layers", most=MOST_LAYERS)
     window = config.get("sliding_window", family.window)
     read = ConfigReader({**config, "sliding_window": window})
-    if window and read.number("sliding_window", 0) < max_length and family.slides(config):
+    if not window or read.number("sliding_window", 0) >= max_length or not family.slides(config):
+        window = None
+    elif family.full_every is None:
         raise ValueError(f"'sliding_window' is {window!r}, but sliding-window attention is not supported")
+    else:
+        window = read.size("sliding_window")
+    every = family.full_every
+    usual = ["full_attention" if every and not (n + 1) % every else "sliding_attention" for n in range(layers)]
+    types = config.get("layer_types") or usual
+    if family.full_every is None:
+        types = ["full_attention"] * layers
+    if len(types) != layers:
+        raise ValueError(f"'layer_types' has {len(types)} entries, but 'num_hidden_layers' is {layers}")
+    specs = tuple(replace(plain, window=window if kind == "sliding_attention" else None) for kind in types)
+    specs = family.attention(config, specs)
+    return specs if any(spec != plain for spec in specs) else ()
 
 
 def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:

@@ -55,9 +55,10 @@ class DecodeAttention:
     work: object | None = None
 
 
-def seen_keys(inputs: DecodeAttention, positions_L: Tensor) -> Tensor:
+def seen_keys(inputs: DecodeAttention, positions_L: Tensor, window: int | None = None) -> Tensor:
     """bool [B, query_len, L]: whether each new token sees the keys at places ``positions_L`` (int64) of its row.
 
+    ``window``: only the last so many positions up to its own. A tree's node is at its depth behind the root.
     Of rows with fewer tokens than ``query_len``, which are not live, the first key is seen at least.
     """
     new = inputs.query_len
@@ -66,11 +67,19 @@ def seen_keys(inputs: DecodeAttention, positions_L: Tensor) -> Tensor:
         return known_BL[:, None].expand(-1, new, -1)
     first_B11 = (inputs.kv_lengths_B.to(torch.int64) - new)[:, None, None]  # where the first new token is
     if inputs.tree_BQ is None:
-        last_BQ1 = first_B11 + torch.arange(new, device=positions_L.device)[:, None]
-        return positions_L <= last_BQ1.clamp(min=0)
+        last_BQ1 = (first_B11 + torch.arange(new, device=positions_L.device)[:, None]).clamp(min=0)
+        seen_BQL = positions_L <= last_BQ1
+        return seen_BQL if window is None else seen_BQL & (positions_L > last_BQ1 - window)
     node_B1L = positions_L - first_B11
     bits_BQL = inputs.tree_BQ.to(torch.int64)[:, :, None] >> (node_B1L - 1).clamp(0, MOST_TREE_TOKENS - 2)
-    return (node_B1L <= 0) | (positions_L == 0) | ((node_B1L < new) & (bits_BQL & 1 == 1))
+    seen_BQL = (node_B1L <= 0) | (positions_L == 0) | ((node_B1L < new) & (bits_BQL & 1 == 1))
+    if window is None:
+        return seen_BQL
+    depth_BQ = nodes_of_paths(inputs.tree_BQ)[1] - 1
+    deep_BL = depth_BQ.gather(1, node_B1L[:, 0].clamp(0, new - 1))
+    at_BL = torch.where(node_B1L[:, 0] > 0, first_B11[:, 0] + deep_BL, positions_L)
+    last_BQ1 = (first_B11 + depth_BQ[:, :, None]).clamp(min=0)
+    return seen_BQL & (at_BL[:, None] > last_BQ1 - window)
 
 
 def nodes_of_paths(seen_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
-from runtime.model_checks import check_fp8, check_model, check_windows, kv_dtype, served_model
+from runtime.model_checks import check_fp8, check_model, check_prefill, check_windows, kv_dtype, served_model
 from runtime.observe.observer import StepObserver
 from runtime.observe.ranges import Ranges, around, open_ranges
 from runtime.observe.timeline import Timeline
@@ -151,11 +151,12 @@ def _load(
     if config.num_blocks is None:
         require_share(opened.memory_info(), config.memory_fraction)
     fp8_cache = config.kv_cache_dtype.startswith("fp8")
+    check_prefill(config, model_config)
     kernels = select_kernels(
         opened.torch_device,
         dtype,
         model_config.head_dim,
-        "triton" if fp8_cache else config.prefill_attention,  # FlashInfer's takes no float8 pages
+        "triton" if fp8_cache or model_config.attention else config.prefill_attention,  # FlashInfer's takes neither
         flashinfer,
         deterministic=config.deterministic,
         depth=limits.depth,

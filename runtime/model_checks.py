@@ -114,6 +114,15 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype, traits: DeviceTraits | No
     return wanted
 
 
+def check_prefill(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError where FlashInfer is asked for, which cannot attend as some layer does."""
+    if model.attention and config.prefill_attention == "flashinfer":
+        raise ConfigError(
+            f"{model.architecture} attends with windows, sinks, soft caps or a scale of its own, which prefill "
+            "attention in FlashInfer does not take here: type --prefill-attention triton"
+        )
+
+
 def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:
     """Raises ConfigError where weights are FP8 codes, which the GPU (``traits``; None: a CPU) cannot convert."""
     if model.quantization is not None and traits is not None and traits.capability < (8, 9):

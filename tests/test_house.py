@@ -82,7 +82,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("models/block_pattern.py",),
         ("models/ops",),
-        ("models/config_keys.py", "models/config_reader.py", "models/kernels"),
+        ("models/attention_spec.py", "models/config_keys.py", "models/config_reader.py", "models/kernels"),
         ("models/inputs.py",),
         ("models/cache_layout.py", "models/row_buckets.py"),
         ("models/kv_group.py",),

@@ -44,10 +44,18 @@ class Llama(Decoder):
         self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                Attention(config, context, self.cos_sin_LR, norm(hidden), qkv_bias=bias, output_bias=bias),
+                Attention(
+                    config,
+                    context,
+                    self.cos_sin_LR,
+                    norm(hidden),
+                    qkv_bias=bias,
+                    output_bias=bias,
+                    spec=config.attention_of(number),
+                ),
                 GatedMLP(config, context, norm(hidden), bias=config.mlp_bias),
             )
-            for _ in range(config.layers)
+            for number in range(config.layers)
         )
         self.final_norm = norm(hidden)
         self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)

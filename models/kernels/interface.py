@@ -35,6 +35,31 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What attention does beside softmax(scale q k) v over all keys up to the query; AttentionSpec explains the fields.
+
+    ``window``: not for blocks that are not causal. In a draft tree positions are depths. ``sinks_H``: float32, of this
+    rank's query heads, natural logarithms: the result is multiplied by sigmoid(logsumexp of the scores - sink).
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[int | None, float | None, bool]:
+        """What kernels are chosen by."""
+        return self.window, self.softcap, self.sinks_H is not None
+
+    @property
+    def plain(self) -> bool:
+        return self.key == (None, None, False)
+
+
+PLAIN = AttentionKind()
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaRule:
     """What a gated delta net is beside its projections and its convolution: this rank's heads, and their parameters.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.attention_spec import AttentionSpec
 from models.config import ModelConfig
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StepInputs
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import Planes, keys_and_values
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
@@ -20,14 +21,27 @@ from models.layers.norm import RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.quantised import Quantised
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
+from parallel.layers.shard import HeadShard, Shard, ShardedModule, along_rows
 from parallel.layers.weight import Weight
+
+
+class Sinks(ShardedModule):
+    """One number a query head of this rank, float32 (float64 where parameters are)."""
+
+    def __init__(self, heads: HeadShard, context: ModelContext) -> None:
+        super().__init__()
+        self.heads = heads
+        self.sinks_H = context.parameter(heads.local_heads, wide=True)
+
+    def shards(self) -> dict[str, Shard]:
+        return {"sinks": along_rows(self.sinks_H, self.heads.heads, self.heads.first_head)}
 
 
 class Attention(Mixer[Tensor]):
     """softmax(q k^T / sqrt(D)) v of the normed input with rotary positions, the angles of which ``cos_sin_LR`` holds.
 
     Optional: biases, an RMSNorm of every query and key head before the rotation, and an output gate: the result of each
-    head times sigmoid(gate x), before the output projection.
+    head times sigmoid(gate x), before the output projection. ``spec``: by default that of the config's first layer.
     """
 
     batch_invariant = True
@@ -44,16 +58,18 @@ class Attention(Mixer[Tensor]):
         qkv_bias: bool = False,
         output_bias: bool = False,
         output_gate: bool = False,
+        spec: AttentionSpec | None = None,
     ) -> None:
         super().__init__()
-        hidden, dim = config.hidden_size, config.head_dim
+        spec = spec or config.attention_of(0)
+        hidden, dim = config.hidden_size, spec.head_dim
         self.kernels = context.kernels
         self.cos_sin_LR = cos_sin_LR
         self.head_dim, self.kv_dtype = dim, context.kv_dtype or context.dtype
-        self.scale = dim**-0.5
+        self.scale, self.window = spec.scale, spec.window
         self.norm = norm
         packed = GatedQKVParallel if output_gate else QKVParallel
-        self.qkv = packed(hidden, config.heads, config.kv_heads, dim, context, bias=qkv_bias)
+        self.qkv = packed(hidden, config.heads, spec.kv_heads, dim, context, bias=qkv_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.output = RowParallel(
@@ -62,10 +78,14 @@ class Attention(Mixer[Tensor]):
         self.heads = self.qkv.heads.local_heads
         self.kv_heads = self.qkv.heads.local_kv_heads
         self.kv_factors_2K: Tensor | None = None
+        self.sinks = Sinks(self.qkv.heads, context) if spec.sinks else None
+        self.kind = PLAIN
+        if spec.window is not None or spec.softcap is not None or self.sinks is not None:
+            self.kind = AttentionKind(spec.window, spec.softcap, None if self.sinks is None else self.sinks.sinks_H)
 
     @property
     def cache(self) -> Planes:
-        return keys_and_values(self.kv_heads, self.head_dim, self.kv_dtype)
+        return keys_and_values(self.kv_heads, self.head_dim, self.kv_dtype, self.window)
 
     def hold_scales(self, keys_K: Tensor, values_K: Tensor) -> None:
         """Scales of a float8 cache, float32 of this rank's heads. Where all are 1 nothing is multiplied by them."""
@@ -145,7 +165,9 @@ class Attention(Mixer[Tensor]):
             nowhere = self._rotation(positions_R, torch.zeros_like(positions_R))
             qkv_RX = kernels.linear(hidden_RN, weight)
             q_RHD = self._rotate(qkv_RX, kv_layer, nowhere)
-        out_RX = self._scaled(kernels.decode_attention(q_RHD, kv_layer, attention, self.scale)).flatten(1)
+        out_RX = self._scaled(kernels.decode_attention(q_RHD, kv_layer, attention, self.scale, kind=self.kind)).flatten(
+            1
+        )
         if isinstance(self.qkv, GatedQKVParallel):
             gate_RX = kernels.linear(hidden_RN, self.qkv.gate)
             out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
@@ -171,15 +193,17 @@ class Attention(Mixer[Tensor]):
     ) -> Tensor:
         """Rotates, writes the cache, attends; [T, H, D], or what ``into`` holds then."""
         if self.kv_factors_2K is None:
-            return self.kernels.rope_cache_attend(qkv_TX, self.heads, kv_layer, rotation, attention, self.scale, into)
+            return self.kernels.rope_cache_attend(
+                qkv_TX, self.heads, kv_layer, rotation, attention, self.scale, into, self.kind
+            )
         q_THD = self._rotate(qkv_TX, kv_layer, rotation)
-        return self._scaled(self.kernels.decode_attention(q_THD, kv_layer, attention, self.scale))
+        return self._scaled(self.kernels.decode_attention(q_THD, kv_layer, attention, self.scale, kind=self.kind))
 
     def _attend_chunks(self, q_THD: Tensor, attention: PrefillAttention | MixedAttention, kv_layer: Tensor) -> Tensor:
         """[T, H, D], of rotated queries over keys and values that are in the cache."""
         if isinstance(attention, MixedAttention):
-            return self._scaled(self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale))
-        return self._scaled(self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale))
+            return self._scaled(self.kernels.mixed_attention(q_THD, kv_layer, attention, self.scale, self.kind))
+        return self._scaled(self.kernels.prefill_attention(q_THD, kv_layer, attention, self.scale, self.kind))
 
     def _rotate(self, qkv_TX: Tensor, kv_layer: Tensor, rotation: Rotation) -> Tensor:
         """Writes the cache; rotated queries, times the scale of the keys that they meet, [T, H, D]."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState, StateBanks
 from models.config import FamilyConfig, ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, RepeatedPrefill, StepInputs
 from models.layers.attention import Attention
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
@@ -147,7 +147,8 @@ class Decoder(CheckpointParts):
         layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed. ``tap`` holds the
         residual streams of all T tokens behind its layers afterwards; with one, the last layer is computed whole.
         """
-        inputs = self._with_real_tokens(self._planned(inputs, caches), caches)
+        inputs = self._with_real_tokens(self._with_prefill_plan(inputs, caches), caches)
+        planned = {alike: self._planned(inputs, *found, caches) for alike, found in self._attentions.items()}
         x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
@@ -160,7 +161,8 @@ class Decoder(CheckpointParts):
             last_R = early_R if number + 1 == len(self.layers) else None
             # A layer's first norm adds up the stream that the layer before it left.
             before = None if tap is None else partial(tap.take, number - 1)
-            for half in cast(DecoderLayer, self.layers[number]).halves(inputs, caches[number], last_R):
+            step = planned.get(self._alike[number], inputs)
+            for half in cast(DecoderLayer, self.layers[number]).halves(step, caches[number], last_R):
                 x_TN, residual_TN = half(x_TN, residual_TN)
                 if before is not None:
                     before(residual_TN)
@@ -211,13 +213,27 @@ class Decoder(CheckpointParts):
         return self.kernels.splits_chunks(attention.heads, cast(Tensor, caches[number]))
 
     @cached_property
-    def _first_attention(self) -> tuple[int, Attention] | None:
-        """One plan serves all layers of attention, so their shapes must be those of the first."""
+    def _alike(self) -> tuple[object, ...]:
+        """Of each layer that attends: equal for those that one plan of a decode step serves; None for others."""
         mixers = [cast(DecoderLayer, layer).mixer for layer in self.layers]
-        found = [(number, mixer) for number, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
-        shapes = {(mixer.heads, mixer.cache) for _, mixer in found}
+        return tuple((m.heads, m.cache, m.kind.key) if isinstance(m, Attention) else None for m in mixers)
+
+    @cached_property
+    def _attentions(self) -> dict[object, tuple[int, Attention]]:
+        """The first layer of each kind of attention, with its number."""
+        found: dict[object, tuple[int, Attention]] = {}
+        for number, alike in enumerate(self._alike):
+            if alike is not None and alike not in found:
+                found[alike] = number, cast(Attention, cast(DecoderLayer, self.layers[number]).mixer)
+        return found
+
+    @cached_property
+    def _first_attention(self) -> tuple[int, Attention] | None:
+        """One plan of prefill serves all layers of attention, so their shapes must be those of the first."""
+        found = list(self._attentions.values())
+        shapes = {(mixer.heads, mixer.kv_heads, mixer.head_dim) for _, mixer in found}
         if len(shapes) > 1:
-            raise NotImplementedError(f"layers of attention with different (query heads, planes): {shapes}")
+            raise NotImplementedError(f"layers of attention with different (query heads, kv heads, head_dim): {shapes}")
         return found[0] if found else None
 
     @property
@@ -246,35 +262,38 @@ class Decoder(CheckpointParts):
         """All ranks' logits [R, V] on every rank, from each rank's ``logits``. One all-gather."""
         return gather_logits(local_RV, self.config.vocab_size, self.collectives)
 
-    def _planned(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
-        """With what all layers of attention share; where it is there already, as it was."""
+    def _with_prefill_plan(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
+        """With what all layers of attention share of a step's prefill; where it is there already, as it was."""
+        attention = inputs.attention
+        prefill = attention.prefill if isinstance(attention, MixedAttention) else attention
         found = self._first_attention
-        if found is None:
+        if found is None or isinstance(prefill, DecodeAttention) or prefill.planned is not None:
             return inputs
         number, mixer = found
+        prefill = self.kernels.plan_prefill(prefill, mixer.heads, cast(Tensor, caches[number]))
+        if isinstance(attention, MixedAttention):
+            return replace(inputs, attention=MixedAttention(attention.decode, prefill))
+        return replace(inputs, attention=prefill)
+
+    def _planned(self, inputs: StepInputs, number: int, mixer: Attention, caches: Sequence[CacheView]) -> StepInputs:
+        """With what layers of attention like layer ``number`` share of a step's decode."""
         attention, kv_layer = inputs.attention, cast(Tensor, caches[number])
         if inputs.last_attention is not None:
             inputs = replace(inputs, last_attention=self._planned_decode(inputs.last_attention, mixer, kv_layer))
         if isinstance(attention, MixedAttention):
-            decode = self._planned_decode(attention.decode, mixer, kv_layer)
             prefill = attention.prefill
             if isinstance(prefill, DecodeAttention):
-                return replace(inputs, attention=MixedAttention(decode, self._planned_decode(prefill, mixer, kv_layer)))
-            prefill = self._planned_prefill(prefill, mixer, kv_layer)
+                prefill = self._planned_decode(prefill, mixer, kv_layer)
+            decode = self._planned_decode(attention.decode, mixer, kv_layer)
             return replace(inputs, attention=MixedAttention(decode, prefill))
         if isinstance(attention, DecodeAttention):
             return replace(inputs, attention=self._planned_decode(attention, mixer, kv_layer))
-        return replace(inputs, attention=self._planned_prefill(attention, mixer, kv_layer))
+        return inputs
 
     def _planned_decode(self, attention: DecodeAttention, mixer: Attention, kv_layer: Tensor) -> DecodeAttention:
         if attention.work is not None:
             return attention
-        return self.kernels.plan_decode(attention, mixer.heads, kv_layer)
-
-    def _planned_prefill(self, attention: PrefillAttention, mixer: Attention, kv_layer: Tensor) -> PrefillAttention:
-        if attention.planned is not None:
-            return attention
-        return self.kernels.plan_prefill(attention, mixer.heads, kv_layer)
+        return self.kernels.plan_decode(attention, mixer.heads, kv_layer, mixer.kind)
 
     def _with_real_tokens(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
         """Masked tokens write into page 0, and only they do; experts leave them out."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, RepeatedPrefill, StateRows
-from models.kernels.interface import DeltaRule, Rotation
+from models.kernels.interface import PLAIN, AttentionKind, DeltaRule, Rotation
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.sigmoid_routing import SigmoidRouting
 from models.kv_group import Planes
@@ -146,11 +146,15 @@ class Ops:
         """
         raise NotImplementedError
 
-    def plan_decode(self, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
-        """What all layers of one decode step share, made on the device; returns ``inputs`` with ``work`` set.
+    def plan_decode(
+        self, inputs: DecodeAttention, heads: int, kv_layer: Tensor, kind: AttentionKind = PLAIN
+    ) -> DecodeAttention:
+        """What layers of the same ``heads``, planes and ``kind`` (but for the sinks' values) share in a decode step,
+        made on the device; returns ``inputs`` with ``work`` set.
 
-        ``kv_layer``: of the first layer. May be captured; the launch right before it may write the lengths. Between it
-        and the first attention is at least one other launch: attention may read ``work`` before its predecessor ends.
+        ``kv_layer``: of the first of them. May be captured; the launch right before it may write the lengths. Between
+        it and the first attention is at least one other launch: attention may read ``work`` before its predecessor
+        ends.
         """
         raise NotImplementedError
 
@@ -163,6 +167,7 @@ class Ops:
         out_THD: Tensor | None = None,
         *,
         into: Quantised | None = None,
+        kind: AttentionKind = PLAIN,
     ) -> Tensor:
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D]; with
         ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree; not ``causal``, of
@@ -208,11 +213,15 @@ class Ops:
         """
         raise NotImplementedError
 
-    def prefill_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+    def prefill_attention(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
+    ) -> Tensor:
         """Causal attention of packed rows over their pages (their new KV is already written), [T, H, D]."""
         raise NotImplementedError
 
-    def mixed_attention(self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+    def mixed_attention(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float, kind: AttentionKind = PLAIN
+    ) -> Tensor:
         """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
         raise NotImplementedError
 
@@ -397,6 +406,7 @@ class Ops:
         inputs: DecodeAttention,
         scale: float,
         into: Quantised | None = None,
+        kind: AttentionKind = PLAIN,
     ) -> Tensor:
         """decode_attention(rope_and_cache(...)), [T, H, D].
 

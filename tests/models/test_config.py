@@ -217,7 +217,6 @@ def test_partial_rotation() -> None:
             "'sliding_window' is 8, but sliding-window attention is not supported",
         ),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 63}, "'sliding_window' is 63"),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "'sliding_window' is 4096"),
         ({"kv_lora_rank": 512}, "'kv_lora_rank' is 512, which asks for multi-head latent attention"),
         ({"rotary_dim": 4}, "'rotary_dim' is 4, but 10 dims of a head are rotated"),
         ({"key_multiplier": 0.5}, "'key_multiplier' is 0.5, which asks for scaled keys; only 1 is implemented"),
@@ -382,6 +381,22 @@ def objects_in(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The object itself and those inside it, unless they are empty."""
     inner = [found for value in config.values() if isinstance(value, dict) for found in objects_in(value)]
     return [config, *inner] if config else []
+
+
+def test_windows_of_mistral() -> None:
+    """All layers slide, by 4096 where the key is absent, unless 'layer_types' says otherwise."""
+    mistral: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+    absent = tiny(**mistral)
+    assert [absent.attention_of(layer).window for layer in range(2)] == [4096, 4096]
+    assert tiny(**mistral, sliding_window=9).attention_of(1).window == 9
+    types = ["sliding_attention", "full_attention"]
+    mixed = tiny(**mistral, sliding_window=9, layer_types=types)
+    assert [mixed.attention_of(layer).window for layer in range(2)] == [9, None]
+    assert tiny(**mistral, sliding_window=8192).attention == ()
+    with pytest.raises(ValueError, match="'layer_types' has 1 entries, but 'num_hidden_layers' is 2"):
+        tiny(**mistral, layer_types=["full_attention"])
+    with pytest.raises(ValueError, match="'sliding_window' must be"):
+        tiny(**mistral, sliding_window=2.5)
 
 
 def test_sliding_window_that_no_layer_uses_is_fine() -> None:

@@ -30,10 +30,12 @@ def called(model: Decoder) -> list[int]:
             seen.append(self.number)
             return x_TN, x_TN if residual_TN is None else residual_TN
 
+    assert model._attentions  # asked of the real layers
     kept, model.layers = model.layers, nn.ModuleList(Said(number) for number in range(len(model.layers)))
     try:
         inputs = type("Inputs", (), {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None})()
-        model._planned = lambda inputs, caches: inputs  # type: ignore[method-assign]
+        model._with_prefill_plan = lambda inputs, caches: inputs  # type: ignore[method-assign]
+        model._planned = lambda inputs, *rest: inputs  # type: ignore[method-assign]
         model._whole_last_layer = lambda: True  # type: ignore[method-assign]
         Decoder.forward(model, inputs, [torch.empty(0)] * len(kept))
     finally:

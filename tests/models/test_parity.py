@@ -67,6 +67,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 10}
         | {"rope_parameters": DEFAULT, "sliding_window": None},
     ),
+    "mistral-window": (
+        "Mistral",
+        {"vocab_size": 79, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 10}
+        | {"rope_parameters": DEFAULT, "sliding_window": 6},
+    ),
     "qwen2-linear": (
         "Qwen2",
         {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 20, "num_key_value_heads": 2}

@@ -23,8 +23,12 @@ from models.inputs import DecodeAttention
 from models.kernels.attention.decode_merge import finish_unit, merge_splits
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, SplitRule, splits_of_rows
 from models.kernels.attention.query import (
-    LOG2_E,
     block_to_l2,
+    capped,
+    depth_in_tree,
+    first_key,
+    kind_arguments,
+    kind_constants,
     nodes_seen,
     padded_dim,
     power_of_two_above,
@@ -33,7 +37,7 @@ from models.kernels.attention.query import (
     seen_in_tree,
     steady_of_rotation,
 )
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from parallel.comm.quantised import Activations, memory_of
 
 
@@ -58,6 +62,8 @@ def _decode_attention_kernel(
     slots_ptr,
     eps,
     scale_log2e,
+    cap,  # query.kind_arguments
+    sinks_ptr,  # float32 [H], when SINKS
     table_width,
     K,
     fewest,  # decode_work.SplitRule
@@ -83,6 +89,9 @@ def _decode_attention_kernel(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -90,10 +99,11 @@ def _decode_attention_kernel(
     split = tl.program_id(2)
     # Read before the wait: the predecessor wrote q, but never a length, a page or a position.
     length = tl.load(lengths_ptr + row, cache_modifier=".cg")
-    splits, keys_each = splits_of_rows(length, BLOCK_N, fewest, longest, most, SKIP_EMPTY)
+    start = first_key(length, QUERY_LEN, WINDOW, BLOCK_N)
+    splits, keys_each = splits_of_rows(length - start, BLOCK_N, fewest, longest, most, SKIP_EMPTY)
     if split < splits:
         table_row = page_table_ptr + row * table_width
-        begin = split * keys_each // BLOCK_N
+        begin = (start + split * keys_each) // BLOCK_N
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
         steady = steady_of_rotation(
             cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM
@@ -117,6 +127,9 @@ def _decode_attention_kernel(
         nodes = 0
         if TREE:
             nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
+        bound = visible - WINDOW  # the first key that each row may see
+        if TREE and WINDOW:
+            bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -129,12 +142,19 @@ def _decode_attention_kernel(
                 pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
                 slots = pages.to(tl.int64) * PAGE + keys % PAGE
             where = (slots * K + head)[:, None] * D + dims[None, :]
-            mask = (keys < length)[:, None] & (dims < D)[None, :]
+            there = keys < length
+            if WINDOW:  # pages before the window may be another request's by now
+                there = there & (keys >= length - QUERY_LEN + 1 - WINDOW)
+            mask = there[:, None] & (dims < D)[None, :]
             k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+            if CAP:
+                scores = capped(scores, cap)
             seen = keys[None, :] < visible[:, None]
             if TREE:
                 seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+            if WINDOW:
+                seen = seen & (keys[None, :] >= bound[:, None])
             scores = tl.where(seen, scores, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
@@ -148,6 +168,7 @@ def _decode_attention_kernel(
         finish_unit(
             acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
             QUERY_LEN, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, APART,
+            SINKS, sinks_ptr,
         )  # fmt: skip
     elif (head + row + split == 0) & PDL:  # one waits, or the successor would start before the predecessor ends
         gdc_wait()
@@ -170,6 +191,7 @@ def decode_attention(
     pdl: bool,
     merged: int | None = None,
     apart: bool = False,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """See Ops.decode_attention, or with ``rotation`` Ops.rope_cache_attend: q_TX is packed qkv then, and
     query_len 1.
@@ -208,7 +230,7 @@ def decode_attention(
         stats,
         counters,
         *rotation_arguments(rotation, q_TX),
-        scale * LOG2_E,
+        *kind_arguments(kind, scale, q_TX),
         inputs.page_table_BP.stride(0),
         kv_heads,
         rule.fewest,
@@ -234,10 +256,11 @@ def decode_attention(
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        **kind_constants(kind),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
     )
     if apart and most > 1:
-        merge_splits(out_THD, heads, head_dim, inputs, rule, kv_heads, workspace, stats, pdl)
+        merge_splits(out_THD, heads, head_dim, inputs, rule, kv_heads, workspace, stats, pdl, kind)
     return out

@@ -33,6 +33,7 @@ from models.kernels.attention.query import padded_dim, power_of_two_above
 from models.kernels.traits import DeviceTraits
 from models.kv_group import FP8, Planes
 
+MOST_BLOCK = 64  # keys of a block of any launch
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
 _LIST_PAIRS = 256  # (row, kv head) pairs; with fewer, every split that a row could have is a program
 _LIST_PAIRS_ALONE = 64  # the same of single tokens that TMA serves

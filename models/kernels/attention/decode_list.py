@@ -34,8 +34,12 @@ from models.inputs import DecodeAttention
 from models.kernels.attention.decode_merge import finish_unit, merged_at_once, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import (
-    LOG2_E,
     block_to_l2,
+    capped,
+    depth_in_tree,
+    first_key,
+    kind_arguments,
+    kind_constants,
     nodes_seen,
     padded_dim,
     power_of_two_above,
@@ -44,7 +48,7 @@ from models.kernels.attention.query import (
     seen_in_tree,
     steady_of_rotation,
 )
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from parallel.comm.quantised import Activations, memory_of
 
 MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
@@ -64,9 +68,10 @@ def _weights_of_keys(scores, peak):
 
 @triton.jit
 def _by_pointers(
-    q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, start, keys_each, head, rows, scale_log2e, K,
+    q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, start, keys_each, head, rows, scale_log2e, cap, K,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """``keys_each`` keys from ``start`` on: (sums [ROWS, BLOCK_D], maxima [ROWS], sums of weights [ROWS])."""
     dims = tl.arange(0, BLOCK_D)
@@ -77,6 +82,9 @@ def _by_pointers(
     nodes = 0
     if TREE:
         nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
+    bound = visible - WINDOW  # the first key that each row may see
+    if TREE and WINDOW:
+        bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -92,12 +100,19 @@ def _by_pointers(
             pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
             slots = pages.to(tl.int64) * PAGE + keys % PAGE
         where = (slots * K + head)[:, None] * D + dims[None, :]
-        mask = (keys < length)[:, None] & (dims < D)[None, :]
+        there = keys < length
+        if WINDOW:  # pages before the window may be another request's by now
+            there = there & (keys >= length - count + 1 - WINDOW)
+        mask = there[:, None] & (dims < D)[None, :]
         k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        if CAP:
+            scores = capped(scores, cap)
         seen = keys[None, :] < visible[:, None]
         if TREE:
             seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+        if WINDOW:
+            seen = seen & (keys[None, :] >= bound[:, None])
         scores = tl.where(seen, scores, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
@@ -192,6 +207,8 @@ def _attend_list_kernel(
     slots_ptr,
     eps,
     scale_log2e,
+    cap,  # query.kind_arguments
+    sinks_ptr,  # float32 [H], when SINKS
     table_width,
     most,
     K,
@@ -216,6 +233,10 @@ def _attend_list_kernel(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
+    BLOCK: tl.constexpr,  # of the list's rule: windows begin at multiples of it
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     item = tl.program_id(0)
@@ -228,9 +249,10 @@ def _attend_list_kernel(
         item < items,
     )  # fmt: skip
     if PDL:
-        if (item < items) & (split * keys_each < length):  # older keys and values are in memory: their first block
+        start = first_key(length, QUERY_LEN, WINDOW, BLOCK) + split * keys_each
+        if (item < items) & (start < length):  # older keys and values are in memory: their first block
             table_row = page_table_ptr + row * table_width
-            first = split * keys_each // BLOCK_N
+            first = start // BLOCK_N
             block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
             if TMA:  # noqa: SIM102 -- and the one that TMA does not load
                 if split == splits - 1:
@@ -278,12 +300,14 @@ def _attend_list_kernel(
             )  # fmt: skip
         else:
             acc, peak, total = _by_pointers(
-                q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, split * keys_each, keys_each, head,
-                rows, scale_log2e, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE,
+                q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count,
+                first_key(length, QUERY_LEN, WINDOW, BLOCK) + split * keys_each, keys_each, head, rows, scale_log2e,
+                cap, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE, WINDOW, CAP,
             )  # fmt: skip
         finish_unit(
             acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
-            count, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE,
+            count, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, False, SINKS,
+            sinks_ptr,
         )  # fmt: skip
         item = (done + 1) * programs + tl.where(done % 2 == 1, first_of_round, across_round)
         row, head, length, split, splits, keys_each = unit_of(units_ptr, item, items, K)
@@ -327,13 +351,14 @@ def attend_list(
     warps: int,
     programs: int,
     pdl: bool,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """decode.decode_attention over ``work``, which plan_decode made of the same ``inputs``. Returns [T, H, D].
 
-    ``tma``: for what ``supports_tma`` accepts. ``block_n`` divides the rule's ``block``. ``programs``: of the grid; any
-    number is right. ``workspace`` float32 and ``counters`` int32, all zero and left zero, have what workspace_floats
-    and counters_of of decode_work.py say. The launch before this one may write q_TX, but not lengths, pages, positions,
-    slots or the list.
+    ``tma``: for what ``supports_tma`` accepts, and a plain ``kind``. ``block_n`` divides the rule's ``block``.
+    ``programs``: of the grid; any number is right. ``workspace`` float32 and ``counters`` int32, all zero and left
+    zero, have what workspace_floats and counters_of of decode_work.py say. The launch before this one may write q_TX,
+    but not lengths, pages, positions, slots or the list.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], work.rule.most
@@ -364,7 +389,7 @@ def attend_list(
         workspace[slots * real_rows * block_d :] if most > 1 else workspace,
         counters,
         *rotation_arguments(rotation, q_TX),
-        scale * LOG2_E,
+        *kind_arguments(kind, scale, q_TX),
         inputs.page_table_BP.stride(0),
         most,
         kv_heads,
@@ -389,6 +414,8 @@ def attend_list(
         ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        BLOCK=work.rule.block if kind.window else 1,
+        **kind_constants(kind),
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

@@ -22,7 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_work import SplitRule, splits_of_rows
-from models.kernels.attention.query import padded_dim, power_of_two_above
+from models.kernels.attention.query import first_key, padded_dim, power_of_two_above, with_sinks
+from models.kernels.interface import PLAIN, AttentionKind
 from parallel.comm.quantise_triton import quantised
 from parallel.comm.quantised import Activations, memory_of
 
@@ -75,11 +76,17 @@ def finish_unit(
     MERGE: tl.constexpr,  # partial results loaded at once
     ALONE: tl.constexpr,  # no row has a second split
     APART: tl.constexpr = False,  # merge_splits follows
+    SINKS: tl.constexpr = False,
+    sinks_ptr=None,  # float32 [H]
 ):
+    if SINKS and ALONE:
+        total = with_sinks(total, peak, sinks_ptr, head * GROUP + tl.arange(0, ROWS) % GROUP)
     if ALONE:
         write_rows(out, acc, total, token, head, 0, count, K, GROUP, D, BLOCK_D, ROWS)
     else:
         if splits == 1:
+            if SINKS:
+                total = with_sinks(total, peak, sinks_ptr, head * GROUP + tl.arange(0, ROWS) % GROUP)
             write_rows(out, acc, total, token, head, 0, count, K, GROUP, D, BLOCK_D, ROWS)
         elif APART:
             slot = (row * K + head) * most
@@ -104,6 +111,10 @@ def finish_unit(
                     partial, stats, first, members, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
                 )
                 if splits <= FAN:
+                    if SINKS:
+                        some_total = with_sinks(
+                            some_total, their_peak, sinks_ptr, head * GROUP + tl.arange(0, REAL_ROWS) % GROUP
+                        )
                     write_rows(out, some, some_total, token, head, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
                 else:
                     _keep(partial, stats, most + group, some, their_peak, some_total, BLOCK_D, REAL_ROWS, REAL_ROWS)
@@ -111,9 +122,13 @@ def finish_unit(
                     used = (splits + FAN - 1) // FAN
                     if tl.atomic_add(counter + groups, 1, sem="acq_rel", scope="gpu") == used - 1:
                         tl.store(counter + groups, 0)
-                        every, _, every_total = _merged(
+                        every, every_peak, every_total = _merged(
                             partial, stats, most, used, 0, BLOCK_D, REAL_ROWS, REAL_ROWS, FAN, MERGE
                         )
+                        if SINKS:
+                            every_total = with_sinks(
+                                every_total, every_peak, sinks_ptr, head * GROUP + tl.arange(0, REAL_ROWS) % GROUP
+                            )
                         write_rows(out, every, every_total, token, head, 0, count, K, GROUP, D, BLOCK_D, REAL_ROWS)
 
 
@@ -205,6 +220,7 @@ def _merge_splits_kernel(
     out_pitch,
     partial_ptr,  # float32 [B * K, most, REAL_ROWS, BLOCK_D]
     stats_ptr,  # float32 [B * K, most, 2, REAL_ROWS]
+    sinks_ptr,
     K,
     fewest,  # decode_work.SplitRule
     longest,
@@ -219,12 +235,15 @@ def _merge_splits_kernel(
     SPLITS: tl.constexpr,  # at least ``most``
     MERGE: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     base = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + row, cache_modifier=".cg")
+    length -= first_key(length, QUERY_LEN, WINDOW, BLOCK_N)
     splits, _ = splits_of_rows(length, BLOCK_N, fewest, longest, most, SKIP_EMPTY)
     if PDL:
         gdc_wait()
@@ -232,7 +251,9 @@ def _merge_splits_kernel(
     if splits > 1:
         slot = (row * K + head) * most
         partial, stats = partial_ptr + slot * (REAL_ROWS * BLOCK_D), stats_ptr + slot * (2 * REAL_ROWS)
-        acc, _peak, total = _merged(partial, stats, 0, splits, base, BLOCK_D, ROWS, REAL_ROWS, SPLITS, MERGE)
+        acc, peak, total = _merged(partial, stats, 0, splits, base, BLOCK_D, ROWS, REAL_ROWS, SPLITS, MERGE)
+        if SINKS:
+            total = with_sinks(total, peak, sinks_ptr, head * GROUP + (base + tl.arange(0, ROWS)) % GROUP)
         out = (out_ptr, out_scale_ptr, out_pitch)
         write_rows(out, acc, total, row * QUERY_LEN, head, base, QUERY_LEN, K, GROUP, D, BLOCK_D, ROWS)
 
@@ -247,6 +268,7 @@ def merge_splits(
     partial: Tensor,
     stats: Tensor,
     pdl: bool,
+    kind: AttentionKind = PLAIN,
 ) -> None:
     """Merges into ``out`` what the launch before it kept APART. In split order, so bits are always the same."""
     rows = inputs.kv_lengths_B.shape[0]
@@ -258,6 +280,7 @@ def merge_splits(
         *memory_of(out),
         partial,
         stats,
+        stats if kind.sinks_H is None else kind.sinks_H,
         kv_heads,
         rule.fewest,
         rule.longest,
@@ -272,6 +295,8 @@ def merge_splits(
         SPLITS=most,
         MERGE=min(_AT_ONCE, most),
         SKIP_EMPTY=inputs.skip_empty,
+        WINDOW=kind.window or 0,
+        SINKS=kind.sinks_H is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

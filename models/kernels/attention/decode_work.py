@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
-from models.kernels.attention.query import padded_dim, power_of_two_above
+from models.kernels.attention.query import first_key, padded_dim, power_of_two_above
 
 MERGED_AT_ONCE = 16  # splits that one program merges; more are merged in groups of as many, then the groups
 MOST_SPLITS = MERGED_AT_ONCE**2  # of a row
@@ -131,6 +131,8 @@ def _plan_decode_kernel(
     fewest,
     longest,
     most,
+    QUERY_LEN: tl.constexpr,  # of the two, 0 where there is no window
+    WINDOW: tl.constexpr,
     ALL: tl.constexpr,  # at least ``rows``
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -142,12 +144,14 @@ def _plan_decode_kernel(
         gdc_launch_dependents()
     every = tl.arange(0, ALL)
     lengths = tl.load(lengths_ptr + every, mask=every < rows, other=0)
-    splits, keys = splits_of_rows(lengths, block, fewest, longest, most, SKIP_EMPTY)
+    seen = lengths - first_key(lengths, QUERY_LEN, WINDOW, block)
+    splits, keys = splits_of_rows(seen, block, fewest, longest, most, SKIP_EMPTY)
     splits = tl.where(every < rows, splits, 0)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = mine < rows
     own_lengths = tl.load(lengths_ptr + mine, mask=there, other=0)
-    own_splits, own_keys = splits_of_rows(own_lengths, block, fewest, longest, most, SKIP_EMPTY)
+    own_seen = own_lengths - first_key(own_lengths, QUERY_LEN, WINDOW, block)
+    own_splits, own_keys = splits_of_rows(own_seen, block, fewest, longest, most, SKIP_EMPTY)
     own_splits = tl.where(there, own_splits, 0)
     if tl.program_id(0) == 0:
         tl.store(units_ptr, tl.sum(splits, 0))
@@ -165,7 +169,7 @@ def _plan_decode_kernel(
         tl.store(unit + 3, tl.broadcast_to(own_keys[:, None], ROWS, AT_ONCE), mask=mask)
 
 
-def plan_decode(inputs: DecodeAttention, rule: SplitRule, pdl: bool) -> DecodeWork:
+def plan_decode(inputs: DecodeAttention, rule: SplitRule, pdl: bool, window: int | None = None) -> DecodeWork:
     """The list of ``inputs``'s rows. One launch, which may be captured; the launch before it may write the lengths.
 
     Attention reads the list while the launch before it still runs, so between the two there is at least one other.
@@ -180,6 +184,8 @@ def plan_decode(inputs: DecodeAttention, rule: SplitRule, pdl: bool) -> DecodeWo
         rule.fewest,
         rule.longest,
         rule.most,
+        QUERY_LEN=inputs.query_len if window else 0,
+        WINDOW=window or 0,
         ALL=max(_ROWS, power_of_two_above(rows)),
         ROWS=_ROWS,
         AT_ONCE=_AT_ONCE,

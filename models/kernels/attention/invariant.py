@@ -26,7 +26,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile
-from models.kernels.attention.query import LOG2_E, padded_dim, power_of_two_above
+from models.kernels.attention.query import (
+    capped,
+    kind_arguments,
+    kind_constants,
+    padded_dim,
+    power_of_two_above,
+    with_sinks,
+)
+from models.kernels.interface import PLAIN, AttentionKind
 
 CHUNK = 512  # keys; changes bits, so it is not tuned by shape
 COUNTERS = 1 << 16  # int32 counters that merging has
@@ -44,6 +52,7 @@ def _chunk(
     end,
     keys,  # that the tile's last query sees
     scale_log2e,
+    cap,
     K,
     root,  # with NODES: where the tree's entries begin, and the bits of the one node that the tile has
     seen,
@@ -54,6 +63,8 @@ def _chunk(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     NODES: tl.constexpr,  # of a tree; 0: keys lie in the order of their positions
+    WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
+    CAP: tl.constexpr,
 ):
     """(weighted values relative to the maximum, maximum, sum of weights) of keys [begin, end) of one chunk."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -61,9 +72,14 @@ def _chunk(
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     offsets = within[:, None] * (K * D) + dims[None, :]
+    if WINDOW:  # blocks before it would add exact zeros, and may be another request's by now
+        lowest = tl.min(last, 0) + 1 - WINDOW
+        begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + within
         there = position < keys
+        if WINDOW:
+            there = there & (position >= lowest)
         if NODES:
             place = position
             deep = root + 0
@@ -85,11 +101,19 @@ def _chunk(
         k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(position[None, :] <= last[:, None], scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2e)
+        if CAP:
+            scores = capped(scores * scale_log2e, cap)
+            factor = 1.0
+        else:
+            factor = scale_log2e
+        visible = position[None, :] <= last[:, None]
+        if WINDOW:
+            visible = visible & (position[None, :] > last[:, None] - WINDOW)
+        scores = tl.where(visible, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         # A query that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
         shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weights = tl.exp2(tl.fma(scores, scale_log2e, -shift[:, None]))
+        weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
         decay = tl.exp2(peak - shift)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -117,6 +141,7 @@ def _all_chunks(
     table_row,
     keys,
     scale_log2e,
+    cap,
     K,
     root,
     seen,
@@ -128,18 +153,31 @@ def _all_chunks(
     LENGTH: tl.constexpr,
     STAGES: tl.constexpr,
     NODES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
-    """(weighted values, sum of weights) over all keys, chunk after chunk."""
+    """(weighted values relative to the maximum, maximum, sum of weights) over all keys, chunk after chunk."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for begin in tl.range(0, keys, LENGTH, num_stages=1, disable_licm=True):
+    first = _first_chunk(tl.min(last, 0), LENGTH, WINDOW) * LENGTH
+    for begin in tl.range(first, keys, LENGTH, num_stages=1, disable_licm=True):
         more_acc, more_peak, more_total = _chunk(
-            q, last, keys_ptr, values_ptr, table_row, begin, tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K,
-            root, seen, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES, NODES,
+            q, last, keys_ptr, values_ptr, table_row, begin, tl.minimum(begin + LENGTH, keys), keys, scale_log2e, cap,
+            K, root, seen, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, STAGES, NODES, WINDOW, CAP,
         )  # fmt: skip
         acc, peak, total = _merged(acc, peak, total, more_acc, more_peak, more_total)
-    return acc, total
+    return acc, peak, total
+
+
+@triton.jit
+def _first_chunk(position, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
+    """The first that the query at ``position``, the lowest of its tile, sees keys of."""
+    if WINDOW:
+        chunk = tl.maximum(position + 1 - WINDOW, 0) // LENGTH
+    else:
+        chunk = 0
+    return chunk
 
 
 @triton.jit
@@ -170,6 +208,8 @@ def _invariant_prefill_kernel(
     tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
     out_ptr,
     scale_log2e,
+    cap,  # query.kind_arguments
+    sinks_ptr,  # float32 [H], when SINKS
     table_width,
     items,  # tiles times the parts that the heads are cut into
     K,
@@ -182,6 +222,9 @@ def _invariant_prefill_kernel(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,  # keys of a chunk
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -203,10 +246,12 @@ def _invariant_prefill_kernel(
             first = (tl.load(tile).to(tl.int64) * K * GROUP + part * PACK) * D
             q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
             kv = part * PACK // GROUP * D
-            acc, total = _all_chunks(
-                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, K, 0, 0,
-                D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, 0,
+            acc, peak, total = _all_chunks(
+                q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, cap, K,
+                0, 0, D, BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, 0, WINDOW, CAP,
             )  # fmt: skip
+            if SINKS:
+                total = with_sinks(total, peak, sinks_ptr, part * PACK + head)
             _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
 
 
@@ -225,6 +270,8 @@ def _invariant_decode_kernel(
     stats_ptr,  # float32 [units, most, 2, REAL_ROWS]: maximum and sum
     counter_ptr,  # int32 [units]
     scale_log2e,
+    cap,
+    sinks_ptr,
     table_width,
     K,
     most,  # chunks of a row
@@ -244,6 +291,9 @@ def _invariant_decode_kernel(
     SKIP_EMPTY: tl.constexpr,
     CAUSAL: tl.constexpr,
     NODES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -276,11 +326,12 @@ def _invariant_decode_kernel(
     if not CAUSAL:
         keys = tl.maximum(length, 0)
     chunks = tl.maximum((keys + LENGTH - 1) // LENGTH, 1)
+    begun = _first_chunk(position, LENGTH, WINDOW)
     wanted = count > 0
     if SKIP_EMPTY:
         wanted = wanted & (length > 0)
     if APART:
-        wanted = wanted & (tl.program_id(2) < chunks)
+        wanted = wanted & (begun + tl.program_id(2) < chunks)
     if wanted:
         table_row = page_table_ptr + row * table_width
         query, head = tl.arange(0, BLOCK_M) // PACK, tl.arange(0, BLOCK_M) % PACK
@@ -296,18 +347,19 @@ def _invariant_decode_kernel(
             rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
             real = rows < REAL_ROWS
             within = rows[:, None] * BLOCK_D + dims[None, :]
-            for chunk in tl.range(tl.program_id(2), chunks, tl.num_programs(2), num_stages=1, disable_licm=True):
+            first_of_mine = begun + tl.program_id(2)
+            for chunk in tl.range(first_of_mine, chunks, tl.num_programs(2), num_stages=1, disable_licm=True):
                 begin = chunk * LENGTH
                 acc, peak, total = _chunk(
                     q, last, keys_ptr + kv, values_ptr + kv, table_row, begin,
-                    tl.minimum(begin + LENGTH, keys), keys, scale_log2e, K, root, seen, D, BLOCK_D, PAGE, BLOCK_M,
-                    BLOCK_N, STAGES, NODES,
+                    tl.minimum(begin + LENGTH, keys), keys, scale_log2e, cap, K, root, seen, D, BLOCK_D, PAGE, BLOCK_M,
+                    BLOCK_N, STAGES, NODES, WINDOW, CAP,
                 )  # fmt: skip
                 tl.store(partial + chunk * (REAL_ROWS * BLOCK_D) + within, acc, mask=real[:, None])
                 tl.store(stats + chunk * (2 * REAL_ROWS) + rows, peak, mask=real)
                 tl.store(stats + (chunk * 2 + 1) * REAL_ROWS + rows, total, mask=real)
             tl.debug_barrier()  # every thread's results are written before one thread counts them
-            sharing = tl.minimum(chunks, tl.num_programs(2))
+            sharing = tl.minimum(chunks - begun, tl.num_programs(2))
             if tl.atomic_add(counter_ptr + unit, 1, sem="acq_rel", scope="gpu") == sharing - 1:
                 tl.store(counter_ptr + unit, 0)
                 real_rows = tl.arange(0, REAL_ROWS)
@@ -315,7 +367,7 @@ def _invariant_decode_kernel(
                 every = tl.zeros((REAL_ROWS, BLOCK_D), tl.float32)
                 every_total = tl.zeros((REAL_ROWS,), tl.float32)
                 every_peak = tl.full((REAL_ROWS,), -float("inf"), tl.float32)
-                for chunk in tl.range(0, chunks, num_stages=3):
+                for chunk in tl.range(begun, chunks, num_stages=3):
                     theirs = stats + chunk * (2 * REAL_ROWS) + real_rows
                     more_peak = tl.load(theirs, cache_modifier=".cg")
                     more_total = tl.load(theirs + REAL_ROWS, cache_modifier=".cg")
@@ -324,14 +376,18 @@ def _invariant_decode_kernel(
                         every, every_peak, every_total, more, more_peak, more_total
                     )
                 real_query, real_head = real_rows // PACK, real_rows % PACK
+                if SINKS:
+                    every_total = with_sinks(every_total, every_peak, sinks_ptr, part * PACK + real_head)
                 _write(
                     out_ptr + first, every, every_total, real_query, real_head, count, K * GROUP, REAL_ROWS, D, BLOCK_D
                 )
         else:
-            acc, total = _all_chunks(
-                q, last, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, K, root, seen, D,
-                BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, NODES,
+            acc, peak, total = _all_chunks(
+                q, last, keys_ptr + kv, values_ptr + kv, table_row, keys, scale_log2e, cap, K, root, seen, D,
+                BLOCK_D, PAGE, BLOCK_M, BLOCK_N, LENGTH, STAGES, NODES, WINDOW, CAP,
             )  # fmt: skip
+            if SINKS:
+                total = with_sinks(total, peak, sinks_ptr, part * PACK + head)
             _write(out_ptr + first, acc, total, query, head, count, K * GROUP, BLOCK_M, D, BLOCK_D)
 
 
@@ -371,6 +427,7 @@ def prefill_attention(
     programs: int,
     chunk: int = CHUNK,
     pdl: bool,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
@@ -386,7 +443,7 @@ def prefill_attention(
         page_table_BP,
         planned.tiles,
         out_THD,
-        scale * LOG2_E,
+        *kind_arguments(kind, scale, q_THD),
         page_table_BP.stride(0),
         items,
         kv_heads,
@@ -399,6 +456,7 @@ def prefill_attention(
         BLOCK_N=blocks.n,
         LENGTH=chunk,
         STAGES=blocks.stages,
+        **kind_constants(kind),
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,
@@ -419,6 +477,7 @@ def decode_attention(
     sharing: int | None = None,
     chunk: int = CHUNK,
     pdl: bool,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """See Ops.decode_attention. ``sharing``: programs that share a row's chunks, by default as many as are likely
     fast; no bit depends on it. ``workspace`` float32 has room for the results of all chunks, or a program takes all of
@@ -459,7 +518,7 @@ def decode_attention(
         workspace,
         workspace[slots * block_d :] if sharing > 1 else workspace,
         counters,
-        scale * LOG2_E,
+        *kind_arguments(kind, scale, q_THD),
         inputs.page_table_BP.stride(0),
         kv_heads,
         most,
@@ -479,6 +538,7 @@ def decode_attention(
         SKIP_EMPTY=inputs.skip_empty,
         CAUSAL=inputs.causal,
         NODES=nodes,
+        **kind_constants(kind),
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,

@@ -30,7 +30,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PlanTable, PrefillAttention
-from models.kernels.attention.query import LOG2_E, padded_dim
+from models.kernels.attention.query import capped, kind_arguments, kind_constants, padded_dim, with_sinks
+from models.kernels.interface import PLAIN, AttentionKind
 from models.kernels.traits import H200, DeviceTraits
 
 _FIELDS = 4  # of a listed tile
@@ -48,6 +49,8 @@ def _prefill_attention_kernel(
     tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
     out_ptr,
     scale_log2e,
+    cap,  # query.kind_arguments
+    sinks_ptr,  # float32 [H], when SINKS
     table_width,
     items,  # tiles times the parts that the heads are cut into
     K,
@@ -59,6 +62,9 @@ def _prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -90,14 +96,26 @@ def _prefill_attention_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            begin = 0
+            if WINDOW:  # blocks in which the windows of the tile's rows begin
+                low = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+                begin = (tl.maximum(keys - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+                begin = tl.minimum(begin, tl.maximum(full, low))
+                full = tl.maximum(full, begin)
+                acc, total, peak = _attend(
+                    q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, low, begin, keys,
+                    scale_log2e, cap, K, D, BLOCK_D, PAGE, BLOCK_N, STAGES, True, WINDOW, CAP,
+                )  # fmt: skip
             acc, total, peak = _attend(
-                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, 0, full, keys, scale_log2e, K,
-                D, BLOCK_D, PAGE, BLOCK_N, STAGES, False,
+                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, begin, full, keys,
+                scale_log2e, cap, K, D, BLOCK_D, PAGE, BLOCK_N, STAGES, False, 0, CAP,
             )  # fmt: skip
             acc, total, peak = _attend(
-                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, full, keys, keys, scale_log2e,
-                K, D, BLOCK_D, PAGE, BLOCK_N, STAGES, True,
+                q, acc, total, peak, last, keys_ptr + head, values_ptr + head, table_row, full, keys, keys,
+                scale_log2e, cap, K, D, BLOCK_D, PAGE, BLOCK_N, STAGES, True, WINDOW, CAP,
             )  # fmt: skip
+            if SINKS:
+                total = with_sinks(total, peak, sinks_ptr, part * PACK + rows % PACK)
             out = acc / total[:, None]
             tl.store(out_ptr + first + where, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -116,6 +134,7 @@ def _attend(
     end,
     keys,
     scale_log2e,
+    cap,
     K,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -123,12 +142,16 @@ def _attend(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # rows may see only a part of a block, and keys may end in it
+    WINDOW: tl.constexpr,  # when MASKED
+    CAP: tl.constexpr,
 ):
-    """Attention over keys [begin, end), ``begin`` a multiple of BLOCK_N; every row sees or saw a key."""
+    """Attention over keys [begin, end), ``begin`` a multiple of BLOCK_N; without WINDOW every row sees or saw a key."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     offsets = within[:, None] * (K * D) + dims[None, :]
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         there = start + within < keys
+        if WINDOW:  # pages before the window may be another request's by now
+            there = there & (start + within > tl.min(last, 0) - WINDOW)
         if PAGE % BLOCK_N == 0:
             page = tl.load(table_row + start // PAGE).to(tl.int64)
             block = (page * PAGE + start % PAGE) * (K * D)  # added first: the offsets are the same for every block
@@ -150,11 +173,22 @@ def _attend(
             v = tl.load(value_ptrs, mask=(dims < D)[None, :], other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP:
+            scores = capped(scores * scale_log2e, cap)
+            factor = 1.0
+        else:
+            factor = scale_log2e
         if MASKED:
-            scores = tl.where(start + within[None, :] <= last[:, None], scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2e)
-        weights = tl.exp2(scores * scale_log2e - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
+            seen = start + within[None, :] <= last[:, None]
+            if WINDOW:
+                seen = seen & (start + within[None, :] > last[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        shift = new_peak
+        if WINDOW:  # a row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights
+            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weights = tl.exp2(scores * factor - shift[:, None])
+        decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
@@ -263,7 +297,13 @@ class TiledPrefill:
         return RepeatedTiles(self._device, len(page_table_BP), max_tokens, self._tokens_of_a_tile(heads, kv_layer))
 
     def run(
-        self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float
+        self,
+        q_THD: Tensor,
+        kv_layer: Tensor,
+        inputs: PrefillAttention,
+        planned: Tiles | RepeatedTiles,
+        scale: float,
+        kind: AttentionKind = PLAIN,
     ) -> Tensor:
         """See Ops.prefill_attention. ``planned`` must be of the same shapes."""
         blocks = blocks_for(q_THD.dtype, q_THD.shape[-1], self._shared_bytes)
@@ -276,6 +316,7 @@ class TiledPrefill:
             blocks=blocks,
             programs=self._programs,
             pdl=self._pdl,
+            kind=kind,
         )
 
     def _tokens_of_a_tile(self, heads: int, kv_layer: Tensor) -> int:
@@ -357,6 +398,7 @@ def prefill_attention(
     blocks: Blocks,
     programs: int,
     pdl: bool,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
@@ -371,7 +413,7 @@ def prefill_attention(
         page_table_BP,
         planned.tiles,
         out_THD,
-        scale * LOG2_E,
+        *kind_arguments(kind, scale, q_THD),
         page_table_BP.stride(0),
         items,
         kv_heads,
@@ -383,6 +425,7 @@ def prefill_attention(
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         STAGES=blocks.stages,
+        **kind_constants(kind),
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,

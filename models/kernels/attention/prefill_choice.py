@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
 from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
-from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
+from models.kernels.interface import NO_SWITCHES, PLAIN, AttentionKind, FlashInferSwitches, PrefillWanted
 from models.kernels.traits import DeviceTraits
 
 log = logging.getLogger(__name__)
@@ -145,10 +145,15 @@ class Prefill:
         planned: RepeatedPrefill | None = self._planner(kv_layer).repeated(page_table_BP, max_tokens, heads, kv_layer)
         return planned
 
-    def run(self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
-        """See Ops.prefill_attention; ``inputs.planned`` says whose plan it is."""
+    def run(
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
+    ) -> Tensor:
+        """See Ops.prefill_attention; ``inputs.planned`` says whose plan it is. Raises RuntimeError for a kind over a
+        plan of FlashInfer's."""
         if isinstance(inputs.planned, Tiles | RepeatedTiles):
-            return self._tiled.run(q_THD, kv_layer, inputs, inputs.planned, scale)
+            return self._tiled.run(q_THD, kv_layer, inputs, inputs.planned, scale, kind)
+        if not kind.plain:
+            raise RuntimeError("FlashInfer's prefill attention takes no sliding window, soft cap or sinks here")
         out_THD: Tensor = self._paged.run(q_THD, kv_layer, inputs.planned, scale)
         return out_THD
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from models.kernels.attention.kv_element import as_element
 from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.interface import Rotation
+from models.kernels.interface import AttentionKind, Rotation
 
 LOG2_E = 1.4426950408889634
 
@@ -140,6 +140,52 @@ def seen_in_tree(nodes, keys, length, QUERY_LEN: tl.constexpr):
     bit = tl.minimum(tl.maximum(node - 1, 0), 31)
     mine = (nodes[:, None] >> bit[None, :]) & 1
     return (node <= 0)[None, :] | ((mine == 1) & (keys < length)[None, :])
+
+
+@triton.jit
+def depth_in_tree(nodes, QUERY_LEN: tl.constexpr):
+    """int32 of each query row: how far its node is behind the root."""
+    depth = nodes & 0
+    for node in tl.static_range(QUERY_LEN - 1):
+        depth += (nodes >> node) & 1
+    return depth
+
+
+@triton.jit
+def first_key(length, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, block):
+    """Where a row's keys begin: the first that any of its last QUERY_LEN tokens may see, in whole blocks."""
+    if WINDOW:
+        first = tl.maximum(length - QUERY_LEN + 1 - WINDOW, 0) // block * block
+    else:
+        first = 0
+    return first
+
+
+@triton.jit
+def capped(scores, cap):
+    """cap tanh(x), of scores that are 2 log2(e) x; fused alike in every kernel."""
+    return tl.fma(-2.0 * cap, 1.0 / (1.0 + tl.exp2(scores)), cap)
+
+
+@triton.jit
+def with_sinks(total, peak, sinks_ptr, heads):
+    """The rows' sums of weights relative to ``peak``, and those of their ``heads``' sinks: divided by it, weighted
+    values are scaled by sigmoid(logsumexp - sink)."""
+    sinks = tl.load(sinks_ptr + heads)
+    return total + tl.exp2(tl.fma(sinks, 1.4426950408889634, -peak))
+
+
+def kind_arguments(kind: AttentionKind, scale: float, unused: Tensor) -> tuple[float, float, Tensor]:
+    """Kernel arguments (scale, cap, sinks): scores are exponents of two."""
+    sinks_H = unused if kind.sinks_H is None else kind.sinks_H
+    if kind.softcap is None:
+        return scale * LOG2_E, 0.0, sinks_H
+    return 2 * LOG2_E * scale / kind.softcap, kind.softcap * LOG2_E, sinks_H
+
+
+def kind_constants(kind: AttentionKind) -> dict[str, int | bool]:
+    """Constants of kernels that take every kind."""
+    return {"WINDOW": kind.window or 0, "CAP": kind.softcap is not None, "SINKS": kind.sinks_H is not None}
 
 
 def power_of_two_above(n: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
 from models.kernels.attention import (
     decode,
+    decode_choice,
     decode_list,
     decode_window,
     decode_work,
@@ -25,6 +26,7 @@ from models.kernels.attention import (
     rope_prefill,
 )
 from models.kernels.attention.decode_choice import (
+    DecodeChoice,
     WindowLaunch,
     longest_window,
     programs_each,
@@ -33,7 +35,7 @@ from models.kernels.attention.decode_choice import (
 )
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
 from models.kernels.attention.prefill import RepeatedTiles, Tiles
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kernels.matmul import codes
 from models.ops.rows_nvidia.dense import with_pdl
 from models.ops.rows_reference import attention as in_torch
@@ -97,17 +99,18 @@ class AttendCall(NamedTuple):
     scale: float
     rotation: Rotation | None
     out_THD: Activations | None
+    kind: AttentionKind = PLAIN
 
     @property
     def step(self) -> tuple[DecodeAttention, int, Tensor]:
-        return self.inputs, self.heads, self.kv_layer
+        return _bounded(self.inputs, self.kind), self.heads, self.kv_layer
 
     @property
     def query_rows(self) -> int:
         return self.heads // self.kv_layer.shape[3] * self.inputs.query_len
 
 
-def _step_key(inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[object, ...]:
+def _step_key(inputs: DecodeAttention, heads: int, kv_layer: Tensor, kind: AttentionKind = PLAIN) -> tuple[object, ...]:
     return (
         inputs.kv_lengths_B.shape[0],
         inputs.query_len,
@@ -118,6 +121,7 @@ def _step_key(inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> tuple[ob
         heads,
         *kv_layer.shape[2:],
         kv_layer.dtype,
+        *kind.key,
     )
 
 
@@ -129,22 +133,39 @@ def _attend_key(
     scale: float,
     rotation: Rotation | None,
     out_THD: Activations | None,
+    kind: AttentionKind = PLAIN,
 ) -> tuple[object, ...]:
     work = inputs.work
     rule = (work.rule, True) if isinstance(work, DecodeWork) else (work, False)
-    return *_step_key(inputs, heads, kv_layer), *rule, rotation is None, type(out_THD)
+    return *_step_key(inputs, heads, kv_layer, kind), *rule, rotation is None, type(out_THD)
 
 
-def _plan(ops: Any, call: tuple[DecodeAttention, int, Tensor]) -> Run:
-    rule, pdl = ops.decode_choice.rule(*call), ops.pdl
-    if ops.decode_choice.without_list(*call):
-        return lambda inputs, heads, kv_layer: dataclasses.replace(inputs, work=rule)
-    return lambda inputs, heads, kv_layer: dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, pdl))
+def _bounded(inputs: DecodeAttention, kind: AttentionKind) -> DecodeAttention:
+    """With the most keys that a row has in the window, from the beginning of a block on."""
+    if kind.window is None:
+        return inputs
+    most = kind.window + inputs.query_len + decode_choice.MOST_BLOCK - 2
+    return dataclasses.replace(inputs, max_kv_length=min(inputs.max_kv_length, most))
+
+
+def _choice(ops: Any, kind: AttentionKind) -> DecodeChoice:
+    """Without TMA, whose kernels take no kind."""
+    found: DecodeChoice = ops.decode_choice
+    return found if kind.plain else dataclasses.replace(found, pdl=False)
+
+
+def _plan(ops: Any, call: tuple[Any, ...]) -> Run:
+    inputs, heads, kv_layer, kind = (*call, PLAIN)[:4]
+    step, choice, pdl, window = (_bounded(inputs, kind), heads, kv_layer), _choice(ops, kind), ops.pdl, kind.window
+    rule = choice.rule(*step)
+    if choice.without_list(*step):
+        return lambda inputs, *_: dataclasses.replace(inputs, work=rule)
+    return lambda inputs, *_: dataclasses.replace(inputs, work=decode_work.plan_decode(inputs, rule, pdl, window))
 
 
 def _fits(ops: Any, call: AttendCall, rule: SplitRule) -> bool:
     *_, kv_heads, head_dim = call.kv_layer.shape
-    fits: bool = ops.decode_choice.fits(rule, len(call.inputs.kv_lengths_B), kv_heads, call.query_rows, head_dim)
+    fits: bool = _choice(ops, call.kind).fits(rule, len(call.inputs.kv_lengths_B), kv_heads, call.query_rows, head_dim)
     return fits
 
 
@@ -155,8 +176,7 @@ def _list_of(ops: Any, call: AttendCall) -> SplitRule | None:
 
 
 def _window_of(ops: Any, call: AttendCall) -> WindowLaunch | None:
-    found: WindowLaunch | None = ops.decode_choice.window(*call.step) if call.rotation is None else None
-    return found
+    return _choice(ops, call.kind).window(*call.step) if call.rotation is None else None
 
 
 def _tall(call: AttendCall) -> str | None:
@@ -166,8 +186,16 @@ def _tall(call: AttendCall) -> str | None:
     return f"{reason}: --dtype bfloat16 has more"
 
 
+def _narrow(call: AttendCall) -> str | None:
+    if call.inputs.tree_BQ is None or call.inputs.query_len <= (call.kind.window or call.inputs.query_len):
+        return None
+    return f"a tree of {call.inputs.query_len} nodes is wider than a sliding window of {call.kind.window}"
+
+
 def _no_window(ops: Any, call: AttendCall) -> str | None:
     window = _window_of(ops, call)
+    if not call.kind.plain:
+        return "decode_window.py takes no sliding window, soft cap or sinks"
     return _tall(call) or (None if _list_of(ops, call) and window and window.tma else "no window over a list")
 
 
@@ -177,17 +205,17 @@ def _windows(ops: Any, call: AttendCall) -> Run:
     programs = window_programs(window.programs, kv_heads, ops.traits.multiprocessors)
     launch = {"stages": window.stages, "warps": window.warps, "programs": programs, "pdl": ops.pdl}
     memory = ops.attention_sums, ops.attention_counters
-    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD: decode_window.attend_windows(
+    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD, kind=PLAIN: decode_window.attend_windows(
         q_THD, kv_layer, inputs, inputs.work, scale, *memory, out_THD=out_THD, **launch
     )
 
 
 def _no_list(ops: Any, call: AttendCall) -> str | None:
-    return _tall(call) or (None if _list_of(ops, call) is not None else "no list of splits")
+    return _tall(call) or _narrow(call) or (None if _list_of(ops, call) is not None else "no list of splits")
 
 
 def _list(ops: Any, call: AttendCall) -> Run:
-    (by_tma, (block_n, stages, warps)), rule = ops.decode_choice.variant(*call.step), _list_of(ops, call)
+    (by_tma, (block_n, stages, warps)), rule = _choice(ops, call.kind).variant(*call.step), _list_of(ops, call)
     assert rule is not None
     kv_heads, multiprocessors, window = call.kv_layer.shape[3], ops.traits.multiprocessors, _window_of(ops, call)
     if window is not None:
@@ -199,39 +227,40 @@ def _list(ops: Any, call: AttendCall) -> Run:
     launch = {"tma": by_tma, "block_n": block_n, "stages": stages, "warps": warps, "programs": programs, "pdl": ops.pdl}
     attend: Run = partial(decode_list.attend_list, **launch)
     memory = ops.attention_sums, ops.attention_counters
-    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: attend(
-        q_TX, heads, kv_layer, inputs, inputs.work, scale, *memory, rotation=rotation, out_THD=out_THD
+    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD, kind=PLAIN: attend(
+        q_TX, heads, kv_layer, inputs, inputs.work, scale, *memory, rotation=rotation, out_THD=out_THD, kind=kind
     )
 
 
 def _ragged(ops: Any, call: AttendCall) -> str | None:
-    return _tall(call) or (None if call.inputs.starts_B is None else "chunks without a list of splits that fits")
+    ragged = None if call.inputs.starts_B is None else "chunks without a list of splits that fits"
+    return _tall(call) or _narrow(call) or ragged
 
 
 def _splits(ops: Any, call: AttendCall) -> Run:
-    choice, work = ops.decode_choice, call.inputs.work
+    choice, work = _choice(ops, call.kind), call.inputs.work
     rule = work if isinstance(work, SplitRule) and _fits(ops, call, work) else choice.rule(*call.step)
     _, (_, stages, warps) = choice.variant(*call.step, listed=False)
     *_, kv_heads, head_dim = call.kv_layer.shape
     apart = choice.merges_apart(len(call.inputs.kv_lengths_B) * kv_heads, call.query_rows, head_dim)
     launch = {"stages": stages, "warps": warps, "apart": apart, "pdl": ops.pdl}
     memory = ops.attention_sums, ops.attention_counters
-    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD: decode.decode_attention(
-        q_TX, heads, kv_layer, inputs, rule, scale, *memory, rotation=rotation, out_THD=out_THD, **launch
+    return lambda q_TX, heads, kv_layer, inputs, scale, rotation, out_THD, kind=PLAIN: decode.decode_attention(
+        q_TX, heads, kv_layer, inputs, rule, scale, *memory, rotation=rotation, out_THD=out_THD, kind=kind, **launch
     )
 
 
 def _attend_in_torch(ops: Any) -> Run:
-    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD: in_torch.decode_attention(
-        q_THD, kv_layer, inputs, scale, out_THD
+    return lambda q_THD, heads, kv_layer, inputs, scale, rotation, out_THD, kind=PLAIN: in_torch.decode_attention(
+        q_THD, kv_layer, inputs, scale, out_THD, kind=kind
     )
 
 
-def _attend(ops: Any, heads: int, kv_layer: Tensor, into: Quantised | None, *call: Any) -> Tensor:
+def _attend(ops: Any, heads: int, kv_layer: Tensor, into: Quantised | None, kind: AttentionKind, *call: Any) -> Tensor:
     """``call``: q or qkv, inputs, scale, rotation. Kernels quantise where a head is a group."""
     q_TX, *rest = call
     here = into is not None and into.group == kv_layer.shape[4] and q_TX.dtype == torch.bfloat16
-    out: Tensor = ops.attend(q_TX, heads, kv_layer, *rest, into if here else None)
+    out: Tensor = ops.attend(q_TX, heads, kv_layer, *rest, into if here else None, kind)
     return out if into is None or here else codes.quantise(out.flatten(1), into.group, ops.pdl, into).codes
 
 
@@ -244,18 +273,19 @@ def _decode(ops: Any) -> Run:
         out_THD: Tensor | None = None,
         *,
         into: Quantised | None = None,
+        kind: AttentionKind = PLAIN,
     ) -> Tensor:
         if into is not None:
-            return _attend(ops, q_THD.shape[1], kv_layer, into, q_THD, inputs, scale, None)
-        out: Tensor = ops.attend(q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD)
+            return _attend(ops, q_THD.shape[1], kv_layer, into, kind, q_THD, inputs, scale, None)
+        out: Tensor = ops.attend(q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD, kind)
         return out
 
     return decode_attention
 
 
 def _rotating(ops: Any, call: tuple[bool, bool, bool]) -> Run:
-    return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale, into=None: _attend(
-        ops, heads, kv_layer, into, qkv_TX, inputs, scale, rotation
+    return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale, into=None, kind=PLAIN: _attend(
+        ops, heads, kv_layer, into, kind, qkv_TX, inputs, scale, rotation
     )
 
 
@@ -267,6 +297,7 @@ def _rotating_call(
     inputs: DecodeAttention,
     scale: float,
     into: Quantised | None = None,
+    kind: AttentionKind = PLAIN,
 ) -> tuple[bool, bool, bool]:
     fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= MOST_FLOAT32_ROWS
     return inputs.query_len == 1, _even(rotation), fits
@@ -291,11 +322,11 @@ def _decode_same_bits(ops: Any) -> Run:
         out_THD: Tensor | None = None,
         *,
         into: None = None,
+        kind: AttentionKind = PLAIN,
     ) -> Tensor:
         _require_head_dim(kv_layer)
-        return invariant.decode_attention(
-            q_THD, kv_layer, inputs, scale, *memory, out_THD=out_THD, multiprocessors=multiprocessors, pdl=pdl
-        )
+        launch = {"multiprocessors": multiprocessors, "pdl": pdl, "kind": kind}
+        return invariant.decode_attention(q_THD, kv_layer, inputs, scale, *memory, out_THD=out_THD, **launch)
 
     return decode_attention
 
@@ -304,10 +335,12 @@ def _decode_same_bits(ops: Any) -> Run:
 
 
 def _prefill(ops: Any) -> Run:
-    def prefill_attention(q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+    def prefill_attention(
+        q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
+    ) -> Tensor:
         if inputs.planned is None:  # neither of the two takes such heads
-            return in_torch.prefill_attention(q_THD, kv_layer, inputs, scale)
-        out_THD: Tensor = ops.prefill.run(q_THD, kv_layer, inputs, scale)
+            return in_torch.prefill_attention(q_THD, kv_layer, inputs, scale, kind)
+        out_THD: Tensor = ops.prefill.run(q_THD, kv_layer, inputs, scale, kind)
         return out_THD
 
     return prefill_attention
@@ -330,11 +363,13 @@ def _repeat_same_bits(ops: Any) -> Run:
 def _prefill_same_bits(ops: Any) -> Run:
     programs, pdl = _PROGRAMS_A_MULTIPROCESSOR * ops.traits.multiprocessors, ops.pdl
 
-    def prefill_attention(q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+    def prefill_attention(
+        q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
+    ) -> Tensor:
         if not isinstance(inputs.planned, Tiles | RepeatedTiles):
             raise TypeError("prefill attention is planned first (plan_prefill, repeat_prefill)")
         return invariant.prefill_attention(
-            q_THD, kv_layer, inputs.page_table_BP, inputs.planned, scale, programs=programs, pdl=pdl
+            q_THD, kv_layer, inputs.page_table_BP, inputs.planned, scale, programs=programs, pdl=pdl, kind=kind
         )
 
     return prefill_attention

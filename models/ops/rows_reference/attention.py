@@ -22,7 +22,7 @@ from models.inputs import (
     seen_keys,
 )
 from models.kernels.attention.window import window_attention
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import FP8, bits_of
 from models.ops.contract import Ops
 from models.ops.rows_reference.dense import rms_norm
@@ -80,14 +80,15 @@ def decode_attention(
     out_THD: Tensor | None = None,
     *,
     into: None = None,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if inputs.starts_B is not None and inputs.queries_B is not None:
         if out_THD is None:
             out_THD = torch.full_like(q_THD, float("nan"))  # of no row's token
-        return _decode_ragged(q_THD, kv_layer, inputs, scale, out_THD)
+        return _decode_ragged(q_THD, kv_layer, inputs, scale, out_THD, kind)
     if out_THD is not None:
-        return written(out_THD, decode_attention(q_THD[: rows * new], kv_layer, inputs, scale), inputs)
+        return written(out_THD, decode_attention(q_THD[: rows * new], kv_layer, inputs, scale, kind=kind), inputs)
     longest = inputs.max_kv_length
     if q_THD.device.type == "cpu":  # reading a length costs nothing here; on a GPU it would synchronise
         longest = max(1, int(inputs.kv_lengths_B.max()))
@@ -95,15 +96,23 @@ def decode_attention(
     # Query i of a row with n tokens sees keys [0, n - new + i], or its ancestors in a tree. A row without tokens
     # sees key 0 of the trash page, so that its (ignored) result stays finite.
     positions_L = torch.arange(keys_BLKD.shape[1], device=q_THD.device)
-    visible_BQL = seen_keys(inputs, positions_L)
-    # Memory past a row's end is uninitialised and may be NaN, which a weight of 0 would not mask.
-    known_BL11 = (positions_L < inputs.kv_lengths_B.unsqueeze(1))[:, :, None, None]
+    visible_BQL = seen_keys(inputs, positions_L, kind.window)
+    # Memory past a row's end, or before its window, may be NaN, which a weight of 0 would not mask.
+    known_BL = positions_L < inputs.kv_lengths_B.unsqueeze(1)
+    known_BL11 = (known_BL if kind.window is None else known_BL & visible_BQL.any(1))[:, :, None, None]
     keys_BLKD, values_BLKD = keys_BLKD.where(known_BL11, 0), values_BLKD.where(known_BL11, 0)
     q_BQHD = q_THD.view(rows, new, *q_THD.shape[1:])
-    return _attend(q_BQHD, keys_BLKD, values_BLKD, visible_BQL, scale).flatten(0, 1)
+    return _attend(q_BQHD, keys_BLKD, values_BLKD, visible_BQL, scale, kind).flatten(0, 1)
 
 
-def _decode_ragged(q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor) -> Tensor:
+def _decode_ragged(
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: DecodeAttention,
+    scale: float,
+    out_THD: Tensor,
+    kind: AttentionKind,
+) -> Tensor:
     """Reads lengths on the host: for CPUs, and for what a GPU's tests compare with."""
     assert inputs.starts_B is not None
     assert inputs.queries_B is not None
@@ -111,7 +120,7 @@ def _decode_ragged(q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, sca
     for pages_P, (start, new, length) in zip(inputs.page_table_BP, rows, strict=True):
         if length or not inputs.skip_empty:
             q_QHD = q_THD[start : start + new]
-            out_THD[start : start + new] = _prefill_row(q_QHD, kv_layer, pages_P, length, scale)
+            out_THD[start : start + new] = _prefill_row(q_QHD, kv_layer, pages_P, length, scale, kind)
     return out_THD
 
 
@@ -124,7 +133,12 @@ def repeat_prefill(page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer:
 
 
 def prefill_attention(
-    q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, prefill_row: Run | None = None
+    q_THD: Tensor,
+    kv_layer: Tensor,
+    inputs: PrefillAttention,
+    scale: float,
+    kind: AttentionKind = PLAIN,
+    prefill_row: Run | None = None,
 ) -> Tensor:
     """``prefill_row``: as the one below."""
     prefill_row = prefill_row or _prefill_row
@@ -134,20 +148,27 @@ def prefill_attention(
     for pages_P, new, length in zip(inputs.page_table_BP, lengths.query_lengths, lengths.kv_lengths, strict=False):
         if new:
             here = slice(begin, begin + new)
-            out_THD[here] = prefill_row(q_THD[here], kv_layer, pages_P, length, scale)
+            out_THD[here] = prefill_row(q_THD[here], kv_layer, pages_P, length, scale, kind)
             begin += new
     return out_THD
 
 
-def _prefill_row(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
+def _prefill_row(
+    q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float, kind: AttentionKind
+) -> Tensor:
     """Causal attention of the last Q of one row's ``length`` tokens."""
+    new, device, skipped = q_QHD.shape[0], q_QHD.device, 0
+    if kind.window is not None:  # pages before the first query's window
+        skipped = max(0, length - new - kind.window + 1) // kv_layer.shape[2]
+        pages_P, length = pages_P[skipped:], length - skipped * kv_layer.shape[2]
     keys_BLKD, values_BLKD = _gather(kv_layer, pages_P.unsqueeze(0), length)
-    new = q_QHD.shape[0]
     visible_BQL = None
-    if new < length:
-        last_Q = torch.arange(length - new, length, device=q_QHD.device)
-        visible_BQL = torch.arange(length, device=q_QHD.device) <= last_Q[None, :, None]
-    return _attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale)[0]
+    if new < length or kind.window is not None:
+        last_Q, places_L = torch.arange(length - new, length, device=device), torch.arange(length, device=device)
+        visible_BQL = places_L <= last_Q[None, :, None]
+        if kind.window is not None:
+            visible_BQL &= places_L > last_Q[None, :, None] - kind.window
+    return _attend(q_QHD.unsqueeze(0), keys_BLKD, values_BLKD, visible_BQL, scale, kind)[0]
 
 
 def written(out_THD: Tensor, found_THD: Tensor, inputs: DecodeAttention) -> Tensor:
@@ -177,8 +198,28 @@ def _gather(kv_layer: Tensor, page_table_BP: Tensor, length: int) -> tuple[Tenso
     return keys, values
 
 
-def _attend(q_BQHD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, visible_BQL: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    q_BQHD: Tensor,
+    keys_BLKD: Tensor,
+    values_BLKD: Tensor,
+    visible_BQL: Tensor | None,
+    scale: float,
+    kind: AttentionKind = PLAIN,
+) -> Tensor:
     """softmax(scale * q k^T) v in float32 over the visible keys (None: causal, Q = L), [B, Q, H, D]."""
+    if kind.softcap is not None or kind.sinks_H is not None:
+        new = q_BQHD.shape[1]
+        if visible_BQL is None:
+            visible_BQL = torch.ones(1, new, new, dtype=torch.bool, device=q_BQHD.device).tril()
+        q_BKGQD = (
+            q_BQHD.float().reshape(*q_BQHD.shape[:2], keys_BLKD.shape[2], -1, q_BQHD.shape[3]).permute(0, 2, 3, 1, 4)
+        )
+        scores_BKGQL = q_BKGQD @ keys_BLKD.float().permute(0, 2, 3, 1).unsqueeze(2) * scale
+        scores_BKGQL = soft_capped(scores_BKGQL, kind).masked_fill(~visible_BQL[:, None, None], -torch.inf)
+        values_BKLD = values_BLKD.float().transpose(1, 2)
+        sinks_KG11 = None if kind.sinks_H is None else kind.sinks_H.view(keys_BLKD.shape[2], -1, 1, 1)
+        out_BKGQD = weighted_values(scores_BKGQL, values_BKLD.unsqueeze(2), sinks_KG11)
+        return out_BKGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_BQHD.dtype)
     out_BHQD = F.scaled_dot_product_attention(
         q_BQHD.float().transpose(1, 2),
         keys_BLKD.float().transpose(1, 2),
@@ -191,15 +232,28 @@ def _attend(q_BQHD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, visible_BQL:
     return out_BHQD.transpose(1, 2).to(q_BQHD.dtype)
 
 
+def soft_capped(scores: Tensor, kind: AttentionKind) -> Tensor:
+    """softcap tanh(scores / softcap), where there is one."""
+    return scores if kind.softcap is None else (scores / kind.softcap).tanh() * kind.softcap
+
+
+def weighted_values(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """softmax(scores) values, each query head's times sigmoid(logsumexp(scores) - sink); ``sinks`` broadcast."""
+    out = scores.softmax(-1) @ values
+    return out if sinks is None else out * (scores.logsumexp(-1, keepdim=True) - sinks).sigmoid()
+
+
 # ---- compositions ----
 
 
-def mixed_attention(ops: Ops, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float) -> Tensor:
+def mixed_attention(
+    ops: Ops, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float, kind: AttentionKind = PLAIN
+) -> Tensor:
     if isinstance(inputs.prefill, DecodeAttention):
-        out_THD = ops.decode_attention(q_THD, kv_layer, inputs.prefill, scale)
+        out_THD = ops.decode_attention(q_THD, kv_layer, inputs.prefill, scale, kind=kind)
     else:
-        out_THD = ops.prefill_attention(q_THD, kv_layer, inputs.prefill, scale)
-    return ops.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD)
+        out_THD = ops.prefill_attention(q_THD, kv_layer, inputs.prefill, scale, kind)
+    return ops.decode_attention(q_THD, kv_layer, inputs.decode, scale, out_THD, kind=kind)
 
 
 def rope_cache_attend(
@@ -211,14 +265,15 @@ def rope_cache_attend(
     inputs: DecodeAttention,
     scale: float,
     into: Quantised | None = None,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     q_THD = ops.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
-    return ops.decode_attention(q_THD, kv_layer, inputs, scale, into=into)
+    return ops.decode_attention(q_THD, kv_layer, inputs, scale, into=into, kind=kind)
 
 
 ROWS: tuple[Row, ...] = (
     plain("rope_and_cache", partial(rope_and_cache, rms_norm)),
-    plain("plan_decode", lambda inputs, heads, kv_layer: inputs, INVARIANT),
+    plain("plan_decode", lambda inputs, heads, kv_layer, kind=PLAIN: inputs, INVARIANT),
     plain("decode_attention", decode_attention),
     plain("window_attention", window_attention, INVARIANT),
     plain("splits_chunks", splits_chunks, INVARIANT),

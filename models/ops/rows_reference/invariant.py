@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, StateRows, nodes_of_paths
 from models.kernels import sigmoid_routing
-from models.kernels.interface import DeltaRule
+from models.kernels.interface import PLAIN, AttentionKind, DeltaRule
 from models.kernels.recurrent import reference as recurrent
 from models.kernels.recurrent.mamba2 import Mamba2Weights, gated_norm, scan
 from models.kernels.recurrent.ragged import token_rows
@@ -74,12 +74,13 @@ def decode_attention(
     out_THD: Tensor | None = None,
     *,
     into: None = None,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if out_THD is None:
         out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])
     if inputs.tree_BQ is not None:
-        return _attend_along_paths(q_THD, kv_layer, inputs, scale, out_THD)
+        return _attend_along_paths(q_THD, kv_layer, inputs, scale, out_THD, kind)
     lengths = inputs.kv_lengths_B.tolist()
     starts = range(0, rows * new, new) if inputs.starts_B is None else inputs.starts_B.tolist()
     counts = [new] * rows if inputs.queries_B is None else inputs.queries_B.tolist()
@@ -87,12 +88,12 @@ def decode_attention(
         if length or not inputs.skip_empty:
             here = slice(start, start + count)
             seen = range(length - count + 1, length + 1) if inputs.causal else [length] * count
-            out_THD[here] = _each_query(q_THD[here], kv_layer, pages_P, seen, scale)
+            out_THD[here] = _each_query(q_THD[here], kv_layer, pages_P, seen, scale, kind)
     return out_THD
 
 
 def _attend_along_paths(
-    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor, kind: AttentionKind
 ) -> Tensor:
     """Each node as a decode step whose keys are those of its path, in pages of their own."""
     assert inputs.tree_BQ is not None
@@ -109,28 +110,35 @@ def _attend_along_paths(
             held = bits_of(kv_layer)[:, page_L, place_L % size].unsqueeze(2)  # a key a page
             own_2PSKD = held.view(kv_layer.dtype)
             pages_P, token = torch.arange(len(place_L)), row * new + node
-            found = _prefill_row(q_THD[token : token + 1], own_2PSKD, pages_P, len(place_L), scale)
+            found = _prefill_row(q_THD[token : token + 1], own_2PSKD, pages_P, len(place_L), scale, kind)
             out_THD[token : token + 1] = found
     return out_THD
 
 
-def _prefill_row(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float) -> Tensor:
-    return _each_query(q_QHD, kv_layer, pages_P, range(length - q_QHD.shape[0] + 1, length + 1), scale)
+def _prefill_row(
+    q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, length: int, scale: float, kind: AttentionKind
+) -> Tensor:
+    return _each_query(q_QHD, kv_layer, pages_P, range(length - q_QHD.shape[0] + 1, length + 1), scale, kind)
 
 
-def _each_query(q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, seen_Q: Sequence[int], scale: float) -> Tensor:
+def _each_query(
+    q_QHD: Tensor, kv_layer: Tensor, pages_P: Tensor, seen_Q: Sequence[int], scale: float, kind: AttentionKind
+) -> Tensor:
     """Each query by itself over as many keys as it sees: shapes are those of its decode step."""
     out_QHD = torch.zeros_like(q_QHD)
     size, kv_heads = kv_layer.shape[2:4]
+    sinks_KG1 = None if kind.sinks_H is None else kind.sinks_H.view(kv_heads, -1, 1)
     for query, seen in enumerate(seen_Q):
         if seen < 1:
             continue  # of a row that is not live
-        pages = pages_P[: -(-seen // size)].long()
-        held = bits_of(kv_layer)[:, pages].flatten(1, 2)[:, :seen].transpose(1, 2).contiguous()
+        first = 0 if kind.window is None else max(0, seen - kind.window)
+        pages, skipped = pages_P[first // size : -(-seen // size)].long(), first // size * size
+        held = bits_of(kv_layer)[:, pages].flatten(1, 2)[:, first - skipped : seen - skipped]
+        held = held.transpose(1, 2).contiguous()
         keys_KLD, values_KLD = held.view(kv_layer.dtype).float()
         q_KGD = q_QHD[query].reshape(kv_heads, -1, q_QHD.shape[2]).clone()
-        scores_KGL = (q_KGD.float() @ keys_KLD.transpose(1, 2)) * scale
-        out_KGD = scores_KGL.softmax(-1) @ values_KLD
+        scores_KGL = attention.soft_capped((q_KGD.float() @ keys_KLD.transpose(1, 2)) * scale, kind)
+        out_KGD = attention.weighted_values(scores_KGL, values_KLD, sinks_KG1)
         out_QHD[query] = out_KGD.reshape(q_QHD.shape[1:]).to(q_QHD.dtype)
     return out_QHD
 

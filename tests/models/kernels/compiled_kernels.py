@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from models.expert_load import start_counting
-from models.inputs import PrefillAttention, StateRows, StateTree
+from models.inputs import DecodeAttention, PrefillAttention, StateRows, StateTree
 from models.kernels.attention import rope_decode, rope_prefill
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.attention.rope_prefill import Blocks
 from models.kernels.bandwidth_probe import BLOCK, block_maxima
 from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
-from models.kernels.interface import DeltaRule, Rotation
+from models.kernels.interface import AttentionKind, DeltaRule, Rotation
 from models.kernels.matmul.candidates import wide_candidates
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Decoded, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.norm import joined_norms, relu2
@@ -546,6 +546,31 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
         tiled.run(q, kv, inputs, tiled.plan(inputs, heads, kv), 0.1)
 
 
+def kinds(driver: CompilingDriver) -> None:
+    """Windows, sinks and soft caps at the heads of gpt-oss, Gemma 3 27B and Gemma 3 1B: decode by every split and over
+    a list, draft windows, prompts, and the deterministic mode."""
+    driver.package = "models.kernels.attention."
+    fast, same = nvidia_kernels(META, prefill="triton"), invariant_nvidia_kernels(META)
+    for heads, kv_heads, dim, kind in (
+        (64, 8, 64, AttentionKind(128, None, torch.empty(64, device=META))),
+        (32, 16, 128, AttentionKind(1024, 50.0)),
+        (4, 1, 256, AttentionKind(512)),
+    ):
+        kv = empty_kv_layer(9, 64, kv_heads, dim, torch.bfloat16, "meta")
+        made = partial(torch.empty, dtype=torch.bfloat16, device=META)
+        for rows, new in ((1, 1), (256, 1), (32, 8)):
+            driver.where = f"{heads} heads of {dim}, {rows} rows of {new}"
+            whole = partial(torch.empty, dtype=torch.int32, device=META)
+            inputs = DecodeAttention(whole(rows, 641), whole(rows), new, 40960)
+            q = made(rows * new, heads, dim)
+            fast.decode_attention(q, kv, fast.plan_decode(inputs, heads, kv, kind), 0.1, kind=kind)
+            same.decode_attention(q, kv, inputs, 0.1, kind=kind)
+        driver.where = f"{heads} heads of {dim}, prompts"
+        for kernels in (fast, same):
+            prompts = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
+            kernels.prefill_attention(made(300, heads, dim), kv, kernels.plan_prefill(prompts, heads, kv), 0.1, kind)
+
+
 def more_same_bits(driver: CompilingDriver) -> None:
     """The deterministic mode of float32 and of other heads."""
     same_bits(driver, "0.6b")
@@ -645,6 +670,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "same-bits": more_same_bits,
     "prefill": prefills,
     "more-prefill": more_prefills,
+    "kinds": kinds,
     "push": pushing,
     "late-products": late_products,
     "all-reduce": lambda driver: all_reduces(driver, 8),

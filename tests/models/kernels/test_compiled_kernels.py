@@ -32,7 +32,7 @@ STEADY = {
     *("weight_ptr", "scale_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
     *("ends_ptr", "decay_log_ptr", "decay_bias_ptr", "gate_ptr", "state_ptr", "kept_ptr", "path_ptr"),
-    *("a_log_ptr", "window_ptr", "bias_ptr"),
+    *("a_log_ptr", "window_ptr", "bias_ptr", "sinks_ptr"),
 }
 
 
@@ -127,6 +127,13 @@ def test_every_kernel_compiles_for_hopper_and_fits(part: str, most_demanding: bo
     assert wanted, "no kernel was found in the sources"
     assert wanted <= {one["kernel"] for one in found}
     assert {one["element"] for one in found} >= {"bf16"}
+
+
+@LONG
+def test_every_kind_of_attention_compiles_and_fits(cache: Path) -> None:
+    found = compiled(cache, "--part", "kinds")
+    assert complaints(found) == []
+    assert {one["constants"]["WINDOW"] for one in found if "WINDOW" in one["constants"]} >= {128, 512, 1024}
 
 
 def test_a_push_is_as_many_stores_as_the_result_has_and_as_wide(cache: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
+from models.kernels.interface import AttentionKind
 from tests.models.kv_layers import empty_kv_layer
 from tests.plant import Op, kernels_with, reference_kernels
 from tests.runtime.engine.rig import request, rig, run
@@ -26,7 +27,9 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def plan_decode(self, _: Op, inputs: DecodeAttention, heads: int, kv_layer: Tensor) -> DecodeAttention:
+    def plan_decode(
+        self, _: Op, inputs: DecodeAttention, heads: int, kv_layer: Tensor, kind: AttentionKind
+    ) -> DecodeAttention:
         assert (heads, kv_layer.shape[3], kv_layer.shape[4]) == (4, 2, 16)
         self.calls.append(("plan", len(self.calls)))
         return dataclasses.replace(inputs, work=len(self.calls) - 1)

@@ -11,7 +11,18 @@ from tests.torchrun import python
 MODULES = (
     *(
         f"models.kernels.interpreted_{part}"
-        for part in ("decode", "experts", "float8", "invariant", "kernels", "mamba", "prefill", "push", "recurrent")
+        for part in (
+            "decode",
+            "experts",
+            "float8",
+            "invariant",
+            "kernels",
+            "kinds",
+            "mamba",
+            "prefill",
+            "push",
+            "recurrent",
+        )
     ),
     *(f"parallel.comm.interpreted_{part}" for part in ("all_reduce", "exchange", "keys")),
 )

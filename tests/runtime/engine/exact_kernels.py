@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
-from models.kernels.interface import Rotation
+from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.ops.rows_reference.attention import written
 from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with
@@ -75,7 +75,9 @@ def decode_attention(
     scale: float,
     out_THD: Tensor | None = None,
     into: None = None,
+    kind: AttentionKind = PLAIN,
 ) -> Tensor:
+    assert kind.plain
     if inputs.starts_B is not None and inputs.queries_B is not None:
         rows = [*zip(*(x.tolist() for x in (inputs.starts_B, inputs.queries_B, inputs.kv_lengths_B)), strict=True)]
         rows = [(start, new if length or not inputs.skip_empty else 0, length) for start, new, length in rows]
@@ -86,7 +88,10 @@ def decode_attention(
     return found_THD if out_THD is None else written(out_THD, found_THD, inputs)
 
 
-def prefill_attention(_: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+def prefill_attention(
+    _: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
+) -> Tensor:
+    assert kind.plain
     lengths: Any = inputs.planned or inputs
     starts = accumulate(lengths.query_lengths, initial=lengths.first_token)
     rows = [*zip(starts, lengths.query_lengths, lengths.kv_lengths, strict=False)]

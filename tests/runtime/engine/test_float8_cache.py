@@ -94,8 +94,8 @@ def test_a_step_that_reads_its_own_keys_unrounded_is_caught() -> None:
         bits_of(kv_layer).copy_(bits_of(wide.clamp(-448, 448).to(kv_layer.dtype)))
         return q_THD
 
-    def prefill_attention(usual: Op, q_THD: Any, kv_layer: Any, inputs: Any, scale: float) -> Any:
-        return usual(q_THD, newest[0], inputs, scale)
+    def prefill_attention(usual: Op, q_THD: Any, kv_layer: Any, *given: Any) -> Any:
+        return usual(q_THD, newest[0], *given)
 
     requests = questions(1, count=3)
     expected = plainly(rig, requests, **exact())

@@ -6,6 +6,8 @@ Does not know: tiles of a GPU's size. These are small, so that short chunks have
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,15 +29,15 @@ def repeat_prefill(
     return RepeatedTiles(kv_layer.device, len(page_table_BP), max_tokens, TILE)
 
 
-def prefill_attention(attend: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float) -> Tensor:
+def prefill_attention(attend: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, *given: Any) -> Tensor:
     tiles = inputs.planned
     if not isinstance(tiles, RepeatedTiles):
-        untiled_THD: Tensor = attend(q_THD, kv_layer, inputs, scale)
+        untiled_THD: Tensor = attend(q_THD, kv_layer, inputs, *given)
         return untiled_THD
     out_THD = torch.full_like(q_THD, float("nan"))  # of no tile's token
     for token, count, position, row in tiles.tiles[: tiles.count(len(q_THD))].tolist():
         if count:
             here = slice(token, token + count)
             tile = PrefillAttention(inputs.page_table_BP[row : row + 1], (count,), (position + count,))
-            out_THD[here] = attend(q_THD[here], kv_layer, tile, scale)
+            out_THD[here] = attend(q_THD[here], kv_layer, tile, *given)
     return out_THD
