@@ -68,10 +68,13 @@ def split_off_codes(
 
     Reads headers and scales, each file twice. Raises WeightsError, which names file, tensor and the config's entry, for
     codes that the config leaves unquantised, codes without scales and scales without codes, another kind of codes, and
-    a scale that is not finite and positive, or has another shape than the config says.
+    a scale that is not finite and positive, or has another shape than the config says. Without a config, and where
+    numbers become codes at load, there are scales of keys and values only.
     """
-    if quantization is None:
-        return dict(stored), {}, {}
+    if quantization is None or quantization.at_load:
+        others = {name: file for name, file in stored.items() if name.rsplit(".", 1)[-1] in KV_SCALES}
+        left = {name: file for name, file in stored.items() if name not in others}
+        return left, {}, {name: _positive(name, others[name], value) for name, value in _read(others)}
     headers = {name: (kind, shape) for name, kind, shape in _headers(stored)}
     owners: dict[str, tuple[str, Fp8Scheme]] = {}  # scale -> matrix
     for name, (kind, shape) in headers.items():
@@ -90,9 +93,7 @@ def split_off_codes(
     codes: dict[str, Codes] = {}
     unowned: dict[str, Tensor] = {}
     for scale, value in _read({**others, **{scale: stored[scale] for scale in owners}}):
-        numbers = value.float()
-        if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
-            raise WeightsError(f"{stored[scale]}: scale {quoted(scale)} holds a number that is not finite and positive")
+        numbers = _positive(scale, stored[scale], value)
         if scale in owners:
             name, scheme = owners[scale]
             *experts, rows, columns = headers[name][1]
@@ -190,7 +191,7 @@ def _formats(
         if scaling is not None:
             first = ends[run[0]] - one.parts[run[0]]
             moved = [(codes[p[0]], p[1], p[3] - first, p[4]) for n in run for p in parts[n]]
-            form = fp8(*_refined(scaling, moved))
+            form = fp8(*_refined(scaling, moved), moved[0][0].scheme.activation_cap)
         found += [form] * len(run)
     return tuple(found)
 
@@ -288,6 +289,13 @@ def _check_scale(
             f"{file}: scale {quoted(name)} has shape {list(found)}, but a matrix {list(matrix)} with {scheme.entry} "
             f"has {grid}"
         )
+
+
+def _positive(name: str, file: Path, scale: Tensor) -> Tensor:
+    numbers = scale.float()
+    if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
+        raise WeightsError(f"{file}: scale {quoted(name)} holds a number that is not finite and positive")
+    return numbers
 
 
 def _read(stored: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:

@@ -66,6 +66,11 @@ class Quantization:
     at_load: bool = False
 
     @property
+    def label(self) -> str:
+        """As vLLM names it: a ``quant_method``, or ``--quantization``'s value."""
+        return "fp8" if self.at_load else self.method
+
+    @property
     def text(self) -> str:
         """For logs: whose config, and what shares a scale."""
         said = dict.fromkeys("x".join(map(str, one.block)) if one.block else one.granularity for _, one in self.groups)
@@ -85,8 +90,9 @@ class Quantization:
 def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | None = None) -> Quantization | None:
     """From the parsed config.json and, for modelopt's older exports, hf_quant_config.json; config.json counts first.
 
-    None for a checkpoint that is not quantised. Raises ValueError, which names key and value, for a method, a format
-    or a detail that is not supported.
+    None for a checkpoint whose matrices are not quantised, whether or not it says how keys and values are scaled
+    (kv_scales.py). Raises ValueError, which names key and value, for a method, a format or a detail that is not
+    supported.
     """
     found = config.get("quantization_config") or config.get("compression_config")
     if not found and exported:
@@ -106,7 +112,20 @@ def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | N
     }
     if method not in readers:
         raise ValueError(f"'quant_method' {method!r} is not supported; supported are {_METHODS}")
+    cached = method in ("compressed-tensors", "modelopt") and _scales_cache(found)
+    if cached and not found.get("config_groups") and not found.get("quant_algo"):
+        return None
     return readers[str(method)](found)
+
+
+def _scales_cache(config: Mapping[str, Any]) -> bool:
+    """Whether it says that keys and values have scales. Raises ValueError for scales of other codes than FP8."""
+    _only(config, "kv_cache_quant_algo", ("FP8",))
+    scheme = _object(config, "kv_cache_scheme")
+    for key, legal in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
+        _only(scheme, key, (legal,), "kv_cache_scheme.")
+    _only(scheme, "strategy", ("tensor", "attn_head"), "kv_cache_scheme.")
+    return bool(scheme or config.get("kv_cache_quant_algo"))
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantization:

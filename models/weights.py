@@ -128,7 +128,7 @@ def fill(
     located = locate_tensors(Path(folder))
     located = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
     at_load = quantization if quantization is not None and quantization.at_load else None
-    stored, codes, scales = split_off_codes(located, None if at_load else quantization)
+    stored, codes, scales = split_off_codes(located, quantization)
     shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
     shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
     stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}

@@ -65,13 +65,15 @@ def _nothing() -> None: ...
 class ServedModel:
     """What a front end must know of the model: ids are below ``vocab_size``, prompt + answer fit ``max_model_len``.
 
-    ``widest``: the sampling variant that covers all for which there is memory.
+    ``widest``: the sampling variant that covers all for which there is memory. ``quantization``: whose FP8 codes its
+    weights are.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     widest: SamplingVariant = EVERY_FEATURE
+    quantization: str | None = None
 
     def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
         """Why this engine cannot sample so, and what to type; None if it can."""

@@ -27,7 +27,8 @@ def served_model(config: EngineConfig, model: ModelConfig) -> ServedModel:
     """What requests are checked against. Raises ConfigError for a configuration that the model's cannot have."""
     ends = TokenizerFiles(config.model).end_token_ids(model.vocab_size)
     ends = tuple(dict.fromkeys((*model.eos_token_ids, *ends)))
-    served = ServedModel(model.vocab_size, _max_model_len(config, model), ends)
+    stored = None if model.quantization is None else model.quantization.label
+    served = ServedModel(model.vocab_size, _max_model_len(config, model), ends, quantization=stored)
     if config.speculation is not None:
         if (config.speculation.tree_top_k or 0) > served.vocab_size:
             raise ConfigError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S, LatencyOptions, ThroughputOptions
 from launch.bench.serve_options import ServeOptions
-from launch.sweep.point import Point, Setting
+from launch.sweep.point import Point
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: a sweep that asks for no estimate starts without
     from launch.bench.roofline import Shape
@@ -83,14 +83,14 @@ def batches_of(point: Point) -> list[int]:
 
 
 def _alike(point: Point, other: Point) -> bool:
-    names: tuple[str, ...] = ("model", "tp", "ep", "dp", "device", "dtype")
+    names = ("model", "tp", "ep", "dp", "device", "dtype", "quantization", "kv-cache-dtype")
     return point.bench == other.bench and all(point.settings.get(name) == other.settings.get(name) for name in names)
 
 
 def _work_seconds(point: Point) -> float | None:
     """Start, and every run of every batch: prefill of its prompts, then a step a token."""
     machine = CPU if point.settings.get("device") == "cpu" else GPU
-    shape = _shape(point.settings.get("model"), machine)
+    shape = _shape(point, machine)
     if shape is None:
         return None
     _, runs = runs_of(point)
@@ -149,16 +149,19 @@ def _slowest_rate(point: Point) -> float:
     return min((float(part) for part in str(point.settings.get("request-rate", "inf")).split(",")), default=math.inf)
 
 
-def _shape(model: Setting | None, machine: Machine) -> Shape | None:
+def _shape(point: Point, machine: Machine) -> Shape | None:
     import torch
 
     from launch.bench.roofline import Shape
 
     kv_dtype = torch.float32 if machine is CPU else torch.bfloat16
-
+    if str(point.settings.get("kv-cache-dtype", "auto")).startswith("fp8"):
+        kv_dtype = torch.float8_e4m3fn
+    model, quantization = point.settings.get("model"), point.settings.get("quantization")
+    option = None if quantization is None else str(quantization)
     for folder in (Path(str(model)), SHAPES / str(model)):
         try:
-            return Shape.from_folder(folder, kv_dtype)
+            return Shape.from_folder(folder, kv_dtype, option)
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from launch.options import add_command, option, switch
 from launch.values import above_zero, at_least_one, whole_number
-from runtime.config import DEVICE_DEFAULTS
+from runtime.config import DEVICE_DEFAULTS, KvCacheDtype
 
 Subcommand = Literal["plan", "render", "run", "submit", "task", "status", "report"]
 
@@ -71,6 +71,12 @@ class SweepOptions:
         1,
     )
     dtype: str = option("dry run: type of weights and KV; auto takes the checkpoint's", "word", str, "auto")
+    quantization: str | None = option(
+        "dry run: fp8 quantises a bfloat16 checkpoint at load", "word", str, None, "none", choices=("fp8",)
+    )
+    kv_cache_dtype: str = option(
+        "dry run: type of the KV cache; auto takes that of --dtype", "word", str, "auto", choices=get_args(KvCacheDtype)
+    )
     gpus_per_node: int = option("dry run: ranks per node", "ranks", at_least_one, 8)
     memory_gib: float = option("dry run: memory of a device", "GiB", above_zero, H200_GIB)
     memory_fraction: float = option("dry run: share of it that the engine may use", "fraction", above_zero, 0.9)
@@ -120,7 +126,8 @@ def add_sweep_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 _SUBCOMMANDS: tuple[tuple[Subcommand, str, str, str, str], ...] = (
     (
         "plan",
-        "out json dry_run_world model tp ep dtype gpus_per_node memory_gib memory_fraction max_num_seqs",
+        "out json dry_run_world model tp ep dtype quantization kv_cache_dtype gpus_per_node memory_gib memory_fraction "
+        "max_num_seqs",
         "",
         "show the points, their GPUs and the time they may take",
         "The points of a grid as a table. With --dry-run-world N, also plans a world of N ranks in this process and "

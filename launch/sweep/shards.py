@@ -84,14 +84,20 @@ def coordinates(degrees: ParallelDegrees) -> list[tuple[int, int]]:
     return [(rank % degrees.tensor, rank // degrees.tensor % groups) for rank in range(degrees.world)]
 
 
-def plan_part(config: ModelConfig, dtype: torch.dtype, degrees: ParallelDegrees, place: tuple[int, int]) -> Part:
+def plan_part(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    degrees: ParallelDegrees,
+    place: tuple[int, int],
+    kv_dtype: torch.dtype | None = None,
+) -> Part:
     """The part of the rank at ``place`` (see coordinates). Raises ValueError where the model cannot be split so."""
     rank, group = place
     groups = max(1, degrees.expert // degrees.tensor)
     split = ExpertSplit(degrees.expert > 1, exchange=_PlannedExchange(group, groups) if groups > 1 else None)
     collectives, build = _PlannedCollectives(rank, degrees.tensor), model_class(config.architecture)
     model = without_memory(
-        lambda plan: build(config, ModelContext(collectives, reference_ops(), dtype, split, plan=plan)),
+        lambda plan: build(config, ModelContext(collectives, reference_ops(), dtype, split, kv_dtype, plan=plan)),
         config.quantization,
     )
     shards = model.checkpoint_shards()

@@ -11,12 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from launch.sweep.estimate import SHAPES
 from launch.sweep.options import SweepOptions
 from launch.sweep.point import SweepError
 from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
 from models.config import DTYPES, ModelConfigError
+from models.fp8_at_load import quantised_at_load
 from models.group_size import legal_sizes
+from models.kv_group import FP8
 from models.registry import config_from_folder
 from parallel.control.wire.frames import MAX_WORLD
 from parallel.topology import ParallelDegrees
@@ -46,12 +50,13 @@ def _plan_model(model: str, world: int, local: int, options: SweepOptions) -> tu
     """Print the plan of one model and return the errors found. Raises SweepError where it cannot be split as asked."""
     folder = Path(model) if Path(model).is_dir() else SHAPES / model
     try:
-        config = config_from_folder(folder)
+        config = quantised_at_load(config_from_folder(folder), options.quantization)
     except ModelConfigError as error:
         raise SweepError(f"--model {model}: {error}") from None
     if options.dtype not in ("auto", *DTYPES):
         raise SweepError(f"--dtype {options.dtype} is none of auto, {', '.join(DTYPES)}")
     dtype = config.dtype if options.dtype == "auto" else DTYPES[options.dtype]
+    kv_dtype = {"auto": dtype, "bfloat16": torch.bfloat16}.get(options.kv_cache_dtype, FP8)
     if options.ep > 1 and config.experts is None:
         raise SweepError(f"--ep {options.ep}: {folder.name} has no experts")
     began = time.perf_counter()
@@ -60,7 +65,8 @@ def _plan_model(model: str, world: int, local: int, options: SweepOptions) -> tu
         degrees = ParallelDegrees(world, options.tp or max(legal), options.ep)
         if 1 < degrees.expert < degrees.tensor:
             raise ValueError(f"--ep {degrees.expert} is less than --tp {degrees.tensor}: write 1, or a multiple of it")
-        parts = {place: plan_part(config, dtype, degrees, place) for place in sorted(set(coordinates(degrees)))}
+        places = sorted(set(coordinates(degrees)))
+        parts = {place: plan_part(config, dtype, degrees, place, kv_dtype) for place in places}
     except ValueError as error:
         raise SweepError(f"{folder.name} on {world} ranks: {error}") from None
     coverage = check_coverage(degrees, parts)

@@ -35,6 +35,7 @@ from launch.tune.report import summary, table
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
 from launch.tune.tuner import DeviceLost, Tuner, save
 from models.config import DTYPES
+from models.fp8_at_load import quantised_at_load
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import traits_of
@@ -116,7 +117,7 @@ def rank_share(command: TuneCommand, rendezvous: Rendezvous) -> RankShare:
             f"--tensor-parallel-size is {asked}, but {topology.world} ranks were started: leave it out, or start one "
             "rank (python -m launch tune ...), which measures one rank's share"
         )
-    config = config_from_folder(model_folder(command.model))
+    config = quantised_at_load(config_from_folder(model_folder(command.model)), command.quantization)
     dtype = config.dtype if command.dtype == "auto" else DTYPES[command.dtype]
     try:
         model_class(config.architecture)

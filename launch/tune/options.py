@@ -45,6 +45,14 @@ class TuneCommand:
     dtype: str = option(
         "type of weights and activations; auto takes the checkpoint's", "word", str, "auto", choices=get_args(DType)
     )
+    quantization: str | None = option(
+        "fp8: that of an engine which quantises a bfloat16 checkpoint at load",
+        "word",
+        str,
+        None,
+        "none",
+        choices=("fp8",),
+    )
     max_num_seqs: int = option(
         "rows of the largest decode step", "requests", at_least_one, DEVICE_DEFAULTS["max_num_seqs"]["cuda"]
     )

@@ -95,8 +95,8 @@ class TunedProducts:
         if weight.parts:
             made = (self.quantised_for(part, tokens, dtype, numbers=True) for part in weight.parts)
             return next((one for one in made if one is not None), None)
-        if weight.format.block is None or tokens == 0:
-            return None
+        if weight.format.block is None or tokens == 0 or weight.format.activation_cap is not None:
+            return None  # what cuts activations is a separate launch
         shape = LinearShape(tokens, weight.outputs, weight.inner, dtype, False, gate_up, weight.format.block)
         if not reads_codes(shape, self.choice(shape)):
             return None
@@ -288,7 +288,7 @@ class TunedProducts:
             def multiply(x: Tensor, weight: Weight, choice: Choice) -> Tensor:
                 narrow = reads_codes(shape, choice)
                 if narrow and not made:
-                    made.append(codes.quantise(x, codes.group_of(weight), self.pdl))
+                    made.append(codes.quantised_by(weight, x, self.pdl))
                 wanted = into if narrow else None
                 return self.run(made[0] if narrow else x, weight, choice, gate_up=shape.gate_up, into=wanted)
 

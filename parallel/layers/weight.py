@@ -20,12 +20,14 @@ class WeightFormat:
     """How the numbers of a matrix are stored. ``name``: in keys of tuned tables. ``dtype``: of what is stored.
 
     ``block``: rows and columns that share a float32 scale, by which what is stored is multiplied; 0 columns: a whole
-    row. None: the numbers themselves are stored.
+    row. None: the numbers themselves are stored. ``activation_cap``: activations that are quantised for products with
+    the matrix are cut to +-cap; None: not cut.
     """
 
     name: str
     dtype: torch.dtype
     block: tuple[int, int] | None = None
+    activation_cap: float | None = None
 
     def grid(self, outputs: int, inner: int) -> tuple[int, int]:
         """Scales of a matrix [outputs, inner]; blocks at its edges may be ragged."""
@@ -47,9 +49,9 @@ def plain(dtype: torch.dtype) -> WeightFormat:
 
 
 @functools.cache
-def fp8(rows: int, columns: int) -> WeightFormat:
+def fp8(rows: int, columns: int, activation_cap: float | None = None) -> WeightFormat:
     """float8_e4m3fn codes with a scale for each block; 0 columns: for each ``rows`` rows."""
-    return WeightFormat(f"fp8_{rows}x{columns or 'all'}", torch.float8_e4m3fn, (rows, columns))
+    return WeightFormat(f"fp8_{rows}x{columns or 'all'}", torch.float8_e4m3fn, (rows, columns), activation_cap)
 
 
 def block_of(name: str) -> tuple[int, int]:

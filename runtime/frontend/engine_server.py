@@ -159,6 +159,7 @@ class EngineServer:
         cache = {"block_size": str(engine.config.block_size), "num_gpu_blocks": str(engine.occupancy.blocks)}
         cache |= {
             "cache_dtype": engine.config.kv_cache_dtype,
+            "quantization": str(model.quantization),
             "enable_prefix_caching": str(engine.config.prefix_caching),
             "gpu_memory_utilization": str(engine.config.memory_fraction),
         }

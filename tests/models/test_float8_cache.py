@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
+from models.fp8_at_load import quantised_at_load
 from models.kernels.interface import Rotation
 from models.kernels.traits import H200
 from models.kv_group import FP8
@@ -71,10 +72,12 @@ SPELLINGS: dict[str, dict[str, float]] = {
 }
 
 
-def attention_of(folder: Path, rank: int = 0, size: int = 1, dtype: torch.dtype | None = FP8) -> Attention:
+def attention_of(
+    folder: Path, rank: int = 0, size: int = 1, dtype: torch.dtype | None = FP8, option: str | None = None
+) -> Attention:
     """The first layer's."""
     model = load_model(
-        config_from_folder(folder),
+        quantised_at_load(config_from_folder(folder), option),
         folder,
         dtype=torch.float32,
         kv_dtype=dtype,
@@ -95,6 +98,24 @@ def test_every_producers_names_are_known(producer: str, tmp_path: Path) -> None:
     assert layer.kv_factors_2K[0].tolist() == [2.0] * layer.kv_heads
     assert layer.kv_factors_2K[1].tolist() == [2.0 if producer == "AutoFP8" else 0.5] * layer.kv_heads
     assert attention_of(coded, dtype=None).kv_factors_2K is None, "unused where the cache is as wide as activations"
+
+
+@pytest.mark.parametrize("option", [None, "fp8"])
+@pytest.mark.parametrize("producer", SPELLINGS)
+def test_a_checkpoint_of_numbers_may_have_scales_of_a_cache(producer: str, option: str | None, tmp_path: Path) -> None:
+    """With a config that says so of the cache alone, or without one; also where numbers become codes at load."""
+    _, plain = write_both(tmp_path, MODELS["qwen3"], "D")
+    said = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    for config in (None, said):
+        change(plain, {ATTENTION + name: torch.tensor([scale]) for name, scale in SPELLINGS[producer].items()}, config)
+        layer = attention_of(plain, option=option)
+        assert layer.kv_factors_2K is not None
+        assert layer.kv_factors_2K[0].tolist() == [2.0] * layer.kv_heads
+        assert (layer.qkv.weight.scale is not None) == (option == "fp8")
+        assert attention_of(plain, dtype=None, option=option).kv_factors_2K is None
+    change(plain, {f"{ATTENTION}k_scale": torch.tensor([math.nan])})
+    with pytest.raises(WeightsError, match="k_scale' holds a number that is not finite and positive"):
+        attention_of(plain, option=option)
 
 
 def test_scales_of_heads_follow_the_global_head(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from models.checkpoint import WeightsError
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.drafters.mtp import MTPDraft
+from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
@@ -210,7 +211,8 @@ def change(folder: Path, changes: dict[str, Tensor | None], said: dict[str, Any]
         folder / "model.safetensors",
     )
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= said or {}
+    if said:
+        config["quantization_config"] = config.get("quantization_config", {}) | said
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -383,6 +385,20 @@ def test_quantised_activations_are_rounded_by_rows_and_groups() -> None:
     rounded = kernels.linear(x_TN, weight)
     errors = (rounded - exact).abs() / (x_TN.abs().sum(1, keepdim=True) * 0.01)
     assert 0 < float(errors.max()) < 2**-4  # e4m3 keeps three bits behind the first
+
+
+def test_activations_are_cut_where_fbgemm_cuts_them(tmp_path: Path) -> None:
+    coded, _ = write_both(tmp_path, MODELS["qwen3"], "J")
+    change(coded, {}, {"activation_scale_ub": 3.0})
+    weight = dict(weights(load(coded)))["layers.0.mlp.down.weight"]
+    assert weight.format.activation_cap == 3.0
+    kernels, x_TN = reference_kernels(), torch.randn(4, weight.inner) * 4
+    kernels.fp8_activations = "always"
+    expected = simulated(x_TN.clamp(-3, 3), weight.inner) @ weight.plain(torch.float32).T
+    assert torch.equal(kernels.linear(x_TN, weight), expected)
+    x_TN[0, 0] = float("nan")
+    assert kernels.linear(x_TN, weight)[0].isnan().all()
+    assert dict(weights(load(coded, 1, 2)))["layers.0.mlp.down.weight"].format.activation_cap == 3.0
 
 
 def test_gpus_that_cannot_convert_codes_refuse_them_by_name() -> None:

@@ -62,6 +62,20 @@ def test_older_exports_of_modelopt_have_a_file_of_their_own_and_config_json_coun
     assert both.method == "fp8"
 
 
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+
+
+def test_a_cache_alone_may_have_scales() -> None:
+    for config in (
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": CACHE_SCHEME},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ):
+        assert read_quantization({"quantization_config": config}) is None
+    exported = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    assert read_quantization({}, exported) is None
+    assert read(compressed() | {"kv_cache_scheme": CACHE_SCHEME}).scheme("mlp.up_proj") is not None
+
+
 @pytest.mark.parametrize(
     ("entry", "module", "kept"),
     [
@@ -136,6 +150,12 @@ def test_layers_of_a_mixed_export_have_an_algorithm_each() -> None:
         (compressed(ignore=["re:("]), "'re:(' is not a regular expression"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config.format'"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "'activation_scale_ub' must be a positive number"),
+        ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "'kv_cache_quant_algo' 'NVFP4' is not supported"),
+        (
+            {**compressed(), "kv_cache_scheme": {**CACHE_SCHEME, "type": "int"}},
+            "'kv_cache_scheme.type' 'int' is not supported; supported: 'float'",
+        ),
+        ({**compressed(), "kv_cache_scheme": {"strategy": "token"}}, "'kv_cache_scheme.strategy' 'token'"),
         (["fp8"], "'quantization_config' must be an object"),
     ],
 )

@@ -43,16 +43,15 @@ class RunningSum(Mixer[StateBanks]):
 
     def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, self._dtype = config.hidden_size, torch.promote_types(context.dtype, torch.float32)
         self.norm = norm
         self.inflow = ColumnParallel(hidden, hidden, context)
         self.outflow = RowParallel(hidden, hidden, context)
 
     @property
     def cache(self) -> SlotState:
-        weight = self.inflow.weight
-        width, dtype = weight.outputs, torch.promote_types(weight.format.dtype, torch.float32)
-        return SlotState({"sum": ((width,), dtype), "latest": ((width,), dtype)})
+        each = (self.inflow.weight.outputs,), self._dtype
+        return SlotState({"sum": each, "latest": each})
 
     def forward(
         self,

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.streamed import expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
-from models.kernels.matmul.codes import group_of, quantise
+from models.kernels.matmul.codes import quantised_by
 from models.kernels.traits import H200
 from parallel.comm.quantised import Activations, Quantised, memory_of
 from parallel.layers.weight import Weight
@@ -204,10 +204,10 @@ def expert_mlp(
     narrow = narrow and x_TN.dtype == torch.bfloat16
     if narrow:
         up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
-    x = quantise(x_TN, group_of(gate_up), pdl) if narrow and reads_codes(gate_up) else x_TN
+    x = quantised_by(gate_up, x_TN, pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles)
-    inputs = quantise(hidden_PI, group_of(down), pdl) if narrow and reads_codes(down) else hidden_PI
+    inputs = quantised_by(down, hidden_PI, pdl) if narrow and reads_codes(down) else hidden_PI
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
     _grouped(inputs, down, weights_TC, terms_PN, *lists, down_tiles)
     return combined(terms_PN[None], local_TC, pdl)

@@ -21,7 +21,16 @@ from parallel.layers.weight import Weight
 
 @triton.jit
 def _quantise_kernel(
-    x_ptr, codes_ptr, scale_ptr, pitch, M, N, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    pitch,
+    M,
+    N,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
@@ -30,6 +39,8 @@ def _quantise_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0) + tl.arange(0, 1)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * N + columns[None, :], mask=(columns < N)[None, :], other=0.0)
+    if CAP:  # NaN stays NaN
+        x = tl.where(x > CAP, CAP, tl.where(x < -CAP, -CAP, x))
     store_codes(x, row, first, codes_ptr, scale_ptr, pitch, M, N, GROUP)
 
 
@@ -39,8 +50,13 @@ def group_of(weight: Weight) -> int:
     return weight.format.block[1] or weight.inner
 
 
-def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None) -> Quantised:
-    """A contiguous x, one scale for each row and ``group`` of columns, which divides K."""
+def quantised_by(weight: Weight, x_MK: Tensor, pdl: bool) -> Quantised:
+    """A contiguous x, for products with ``weight``."""
+    return quantise(x_MK, group_of(weight), pdl, cap=weight.format.activation_cap)
+
+
+def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None, cap: float | None = None) -> Quantised:
+    """A contiguous x, cut to +-``cap``, one scale for each row and ``group`` of columns, which divides K."""
     tokens, inner = x_MK.shape
     made = Quantised.empty(tokens, inner, group, x_MK.dtype, x_MK.device) if into is None else into
     block = max(triton.next_power_of_2(group), min(2048, triton.next_power_of_2(inner)))
@@ -52,6 +68,7 @@ def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None)
             inner,
             GROUP=group,
             BLOCK=block,
+            CAP=cap or 0.0,
             PDL=pdl,
             num_warps=max(4, min(16, block // 512)),
             launch_pdl=pdl,

@@ -91,7 +91,7 @@ def _after_norm(
 ) -> tuple[Tensor, Tensor]:
     """May overwrite ``residual`` and, in large steps, ``x`` (norm.py)."""
     codes_MK = None
-    if coded:
+    if coded and weight.format.activation_cap is None:
         codes_MK = Quantised.empty(x_MK.shape[0], weight.inner, codes.group_of(weight), x_MK.dtype, x_MK.device)
     hidden_MK = norm.rms_norm(x_MK, residual_MK, norm_K, eps, pdl, codes_MK)
     return run(codes_MK or hidden_MK, weight, **options)[0], x_MK if residual_MK is None else residual_MK
@@ -120,7 +120,7 @@ def _as_codes(x_MK: Activations, weight: Weight, pdl: bool) -> Quantised:
     group = codes.group_of(weight)
     if isinstance(x_MK, Quantised) and x_MK.group == group:
         return x_MK
-    return codes.quantise(numbers_of(x_MK), group, pdl)
+    return codes.quantised_by(weight, numbers_of(x_MK), pdl)
 
 
 def _fused(kernel: Product) -> Product:

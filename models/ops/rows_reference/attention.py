@@ -58,12 +58,12 @@ def rope_and_cache(rms_norm: Run, qkv_TX: Tensor, heads: int, kv_layer: Tensor, 
     cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T]
     key_factors_K, value_factors_K = (None, None) if rotation.kv_factors_2K is None else rotation.kv_factors_2K
     keys, values = bits_of(kv_layer).flatten(1, 2)  # [pages * S, K, D] each, views
-    keys.index_copy_(0, rotation.kv_slots_T, _elements(_rotate(k, cos_sin_TR), kv_layer.dtype, key_factors_K))
-    values.index_copy_(0, rotation.kv_slots_T, _elements(v, kv_layer.dtype, value_factors_K))
+    keys.index_copy_(0, rotation.kv_slots_T, elements(_rotate(k, cos_sin_TR), kv_layer.dtype, key_factors_K))
+    values.index_copy_(0, rotation.kv_slots_T, elements(v, kv_layer.dtype, value_factors_K))
     return _rotate(q, cos_sin_TR)
 
 
-def _elements(x_TKD: Tensor, dtype: torch.dtype, factors_K: Tensor | None) -> Tensor:
+def elements(x_TKD: Tensor, dtype: torch.dtype, factors_K: Tensor | None) -> Tensor:
     """As kv_element.py: what a cache of ``dtype`` keeps of x, in bytes where it is float8."""
     if dtype != FP8:
         return x_TKD.to(dtype)

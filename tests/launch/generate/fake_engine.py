@@ -24,6 +24,7 @@ class FakeModel:
     vocab_size: int = 360
     max_model_len: int = 64
     eos_token_ids: tuple[int, ...] = (0,)
+    quantization: str | None = None
 
     def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
         return None

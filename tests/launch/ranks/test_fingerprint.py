@@ -9,6 +9,18 @@ from launch.ranks.fingerprint import weights_digest
 from runtime.config import EngineConfig
 
 
+def test_ranks_with_other_weights_or_another_cache_are_told_apart() -> None:
+    """Scales are in the checkpoint's files, which ``weights_digest`` compares as it does weights."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"fp8_activations": "never"},
+    ]
+    made = [EngineConfig(model="m", device="cpu", **one) for one in options]
+    assert len({one.describe() for one in made}) == len({one.digest for one in made}) == 4
+
+
 def test_a_drafters_folder_and_its_ids_count(tmp_path: Path) -> None:
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()

@@ -1300,6 +1300,19 @@ def test_metrics_are_parsed_and_have_the_names_that_tools_read() -> None:
     run(body)
 
 
+def test_metrics_say_how_weights_and_cache_are_stored() -> None:
+    fake = ServedFake()
+    fake.config = replace(fake.config, kv_cache_dtype="fp8")
+    fake.model_config = replace(fake.model_config, quantization="compressed-tensors")
+
+    async def body(client: Client) -> None:
+        families = text_string_to_metric_families((await client.get("/metrics")).body.decode())
+        (labels,) = [s.labels for family in families for s in family.samples if s.name == "vllm:cache_config_info"]
+        assert (labels["cache_dtype"], labels["quantization"]) == ("fp8", "compressed-tensors")
+
+    run(body, fake)
+
+
 def test_what_windows_gained_is_told_by_position() -> None:
     async def body(client: Client) -> None:
         await client.post("/v1/completions", {"prompt": PROMPT, "seed": 1})

@@ -91,6 +91,17 @@ def test_speculation_and_none_are_values_of_a_variable() -> None:
     assert with_it == {**without, "speculative-method": "ngram", "num-speculative-tokens": 4}
 
 
+def test_weights_and_cache_of_eight_bits_are_values_of_a_variable() -> None:
+    axes = {"model": ["m"], "quantization": [None, "fp8"], "kv-cache-dtype": ["auto", "fp8"]}
+    grid = grid_of({"grid": axes}, "g")
+    assert grid.varied == ("quantization", "kv-cache-dtype")
+    assert len(grid.by_key()) == 4
+    command = parsed(BenchCommand, grid.points[3].flags("results"))
+    assert (command.engine["quantization"], command.engine["kv_cache_dtype"]) == ("fp8", "fp8")
+    with pytest.raises(SweepError, match="kv-cache-dtype"):
+        grid_of({"grid": {**axes, "kv-cache-dtype": ["int4"]}}, "g")
+
+
 def test_linked_variables_are_read_side_by_side() -> None:
     content = {
         "options": {"model": "m"},

@@ -171,6 +171,11 @@ def test_more_work_takes_longer() -> None:
     quicker = estimate_seconds(point(batch=8, tp=4))
     assert quicker is not None
     assert quicker < base
+    few_bytes = estimate_seconds(point(batch=8, quantization="fp8"))
+    fewer = estimate_seconds(point(batch=8, quantization="fp8", **{"kv-cache-dtype": "fp8"}))
+    assert few_bytes is not None
+    assert fewer is not None
+    assert fewer < few_bytes < base
     assert estimate_seconds(Point("latency", {"model": "nowhere"})) is None
 
 

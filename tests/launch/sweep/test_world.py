@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +182,20 @@ def test_a_world_is_planned_and_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "2 different parts over 32 ranks: each element where it belongs" in lines["shards"]
     assert "tokens in 0.9 of 1 GiB" in lines["memory"]
     assert lines["checks"].endswith("all passed")
+
+
+def test_a_world_of_eight_bits_needs_half_of_the_room(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "sweep plan --dry-run-world 1 --model qwen3-8b --memory-gib 139"
+    told = []
+    for more in ("", " --quantization fp8 --kv-cache-dtype fp8"):
+        assert run_sweep(parsed(SweepCommand, (line + more).split()), {}) == 0
+        memory = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("memory"))
+        numbers = re.search(r"weights ([\d.]+) GiB.*KV ([\d,]+) bytes", memory)
+        assert numbers is not None
+        told.append((float(numbers[1]), int(numbers[2].replace(",", ""))))
+    (wide, kv), (narrow, kv_codes) = told
+    assert 2 * kv_codes == kv
+    assert 0.5 < narrow / wide < 0.6, "embeddings and head stay"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def test_more_ranks_than_were_started() -> None:
         tune.rank_share(TuneCommand("qwen3-8b"), discover(four))
 
 
+def test_products_of_a_checkpoint_that_is_quantised_at_load() -> None:
+    share = tune.rank_share(TuneCommand("qwen3-8b", quantization="fp8"), discover({}))
+    tasks = tune.tasks_of(TuneCommand("qwen3-8b", rows=(8,)), share)
+    keys = {task.what.key for task in tasks if isinstance(task.what, LinearShape)}
+    assert {key for key in keys if "fp8_1xall" in key}
+    assert {key for key in keys if "151936" in key and "fp8" not in key}, "the head stays"
+
+
 def test_rows_of_no_bucket() -> None:
     share = tune.rank_share(TuneCommand("qwen3-0.6b"), discover({}))
     with pytest.raises(UsageError, match=r"--rows 41,8191: no step has so many rows; choose from 1,2,4,8,16,24"):

@@ -123,6 +123,8 @@ def rows_as_codes(kernels: Nvidia) -> None:
         check_codes(into, kernels.sigmoid_mul(x, residual), ("gate", width, group))
         codes.quantise(x, group, False, into)
         check_codes(into, x, ("alone", width, group))
+        codes.quantise(x, group, False, into, cap=0.5)
+        check_codes(into, x.clamp(-0.5, 0.5), ("cut", width, group))
 
 
 def some(shape: LinearShape) -> list[Choice]:

@@ -138,7 +138,7 @@ def test_what_runs_fp8_serves_matrices_of_every_width(monkeypatch: pytest.Monkey
     """Shapes of one choice share it, so the group of activations comes from the matrix."""
     asked: list[int] = []
 
-    def quantise(x_MK: torch.Tensor, group: int, pdl: bool) -> Quantised:
+    def quantise(x_MK: torch.Tensor, group: int, pdl: bool, *, cap: float | None) -> Quantised:
         asked.append(group)
         tokens, inner = x_MK.shape
         made = Quantised.empty(tokens, inner, group, x_MK.dtype, x_MK.device)

@@ -25,6 +25,7 @@ class ScriptedModel:
     vocab_size: int = VOCABULARY
     max_model_len: int = 64
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None
 
     def lacks_memory_for(self, sampling: SamplingParams) -> str | None:
         return None

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention, seen_keys
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
-from models.ops.rows_reference.attention import written
+from models.kv_group import bits_of
+from models.ops.rows_reference.attention import elements, written
 from parallel.layers.weight import Weight
 from tests.plant import Kernels, Op, kernels_with
 
 
 def exact_kernels(*, tables: bool = False) -> Kernels:
-    """For activations and weights in float64. ``tables``: where Triton is there, plans of prefill attention are tables,
-    as on a GPU (tiled_kernels.py)."""
+    """For activations in float64, weights and a cache as wide or of FP8 codes. ``tables``: where Triton is there, plans
+    of prefill attention are tables, as on a GPU (tiled_kernels.py)."""
     exact = kernels_with(
         name="exact",
         rms_norm=rms_norm,
@@ -61,9 +62,9 @@ def rope_and_cache(_: Op, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation
     if rotation.k_norm_D is not None:
         k = F.rms_norm(k, rotation.k_norm_D.shape, rotation.k_norm_D, rotation.eps)
     cos_sin_TR = rotation.cos_sin_LR[rotation.positions_T].double()
-    keys, values = kv_layer.flatten(1, 2)
-    keys.index_copy_(0, rotation.kv_slots_T, _rotate(k, cos_sin_TR))
-    values.index_copy_(0, rotation.kv_slots_T, v)
+    keys, values = bits_of(kv_layer).flatten(1, 2)
+    keys.index_copy_(0, rotation.kv_slots_T, elements(_rotate(k, cos_sin_TR), kv_layer.dtype, None))
+    values.index_copy_(0, rotation.kv_slots_T, elements(v, kv_layer.dtype, None))
     return _rotate(q, cos_sin_TR)
 
 
@@ -110,10 +111,10 @@ def expert_mlp(
 ) -> Tensor:
     chosen_GTC = local_TC == torch.arange(len(down.data))[:, None, None]
     weight_GT1 = weights_TC.where(chosen_GTC, 0).sum(-1, keepdim=True)
-    up_GTX = x_TN @ gate_up.data.mT
+    up_GTX = x_TN @ gate_up.plain(x_TN.dtype).mT
     gated = up_GTX.shape[2] > down.inner
     inner_GTI = silu_mul(_, up_GTX) if gated else up_GTX.relu().square()
-    term_GTN = inner_GTI @ down.data.mT * weight_GT1
+    term_GTN = inner_GTI @ down.plain(x_TN.dtype).mT * weight_GT1
     return term_GTN.where(chosen_GTC.any(-1, keepdim=True), 0).sum(0)
 
 
@@ -152,7 +153,8 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: fl
     group = heads // kv_heads
     pages_BP, lengths_B = inputs.page_table_BP, inputs.kv_lengths_B
     pages = -(-int(lengths_B.max()) // size)
-    keys_BLKD, values_BLKD = kv_layer[:, pages_BP[:, :pages].long()].flatten(2, 3)
+    read = bits_of(kv_layer)[:, pages_BP[:, :pages].long()].view(kv_layer.dtype)
+    keys_BLKD, values_BLKD = read.to(q_BQHD.dtype).flatten(2, 3)
     place_L = torch.arange(pages * size)
     behind_BL = place_L >= lengths_B.unsqueeze(1)
     values_BLKD = values_BLKD.masked_fill(behind_BL[:, :, None, None], 0.0)

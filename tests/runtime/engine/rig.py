@@ -14,6 +14,7 @@ from typing import TypedDict, Unpack
 
 import torch
 
+from models.fp8_at_load import quantised_at_load
 from models.ops.select import select_kernels
 from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
@@ -88,6 +89,7 @@ class RigLimits(TypedDict, total=False):
     device: Device | None
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
+    quantization: str | None
     shape: Mapping[str, object] | None
     kernels: Kernels | None
     buckets: tuple[int, ...] | None
@@ -135,6 +137,7 @@ def rig(
     device: Device | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
     shape: Mapping[str, object] | None = None,
     collectives: Collectives | None = None,
     experts: ExpertSplit | None = None,
@@ -166,8 +169,9 @@ def rig(
     ``assignment``, requests that rank 0 of ``control`` announces are dealt out to all of them. ``frozen``: with the
     heap frozen, as build.py has it; it takes a full collection, too long for every rig of the tests. ``widths``: W of
     decode steps, in turn; ``further_roles`` serve those that are not 1. ``proposer`` and ``speculation``: as build.py
-    has them, both or neither. ``snapshots``: of a model with state in slots. ``folder``: a model with weights in place
-    of the tiny one. ``tree``: tokens of trees, of which a row gains a path as long as the width.
+    has them, both or neither. ``quantization``: as EngineConfig has it. ``snapshots``: of a model with state in slots.
+    ``folder``: a model with weights in place of the tiny one. ``tree``: tokens of trees, of which a row gains a path as
+    long as the width.
     ``late``: how turns are put off, where a front end does so.
     """
     torch.set_num_threads(1)
@@ -187,6 +191,7 @@ def rig(
         max_sessions=max_sessions,
     )
     model_config = config_from_folder(folder) if folder else config_from_dict({**TINY, **(shape or {})})
+    model_config = quantised_at_load(model_config, quantization)
     device = device or TwinDevice()
     model = load_model(
         model_config,

@@ -18,6 +18,7 @@ from zlib import crc32
 import pytest
 import torch
 
+from models.kv_group import FP8
 from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.execute.proposer import MakeProposer
@@ -68,6 +69,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "chunks": ("mixed", "mixed graphs", "in turns", "in turns, graphs"),
     "sampling": tuple(SAMPLING),
     "groups": ("alone", "two groups"),
+    "weights": ("float", "fp8"),
+    "cache": ("float", "fp8"),
 }
 SPARING = ("two groups", *HYBRIDS)  # which take twice as long as others do
 OF_OTHERS = {
@@ -107,6 +110,8 @@ class Setting:
     chunks: str
     sampling: str
     groups: str
+    weights: str
+    cache: str
     folder: Path
 
     @property
@@ -221,8 +226,13 @@ class Setting:
 
     @cached_property
     def _target(self) -> dict[str, Any]:
-        """Of the target itself: where its weights are, if they are not made up."""
-        return {"folder": _own_layer(self.model, self.folder).folder} if self._own_layer else {}
+        """Of the target itself: where its weights are, if they are not made up, and how it keeps its numbers."""
+        how: dict[str, Any] = {"folder": _own_layer(self.model, self.folder).folder} if self._own_layer else {}
+        if self.weights == "fp8":
+            how["quantization"] = "fp8"
+        if self.cache == "fp8":
+            how["kv_dtype"] = FP8
+        return how
 
     @property
     def _own_layer(self) -> bool:

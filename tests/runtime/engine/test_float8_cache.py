@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from models.kv_group import FP8, bits_of
+from models.registry import ARCHITECTURES
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
+from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.plant import Op, invariant_kernels, kernels_with, reference_kernels
+from tests.runtime.engine.lives import same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
+from tests.runtime.engine.test_sessions import converse, same_as_requests, talks
+from tests.runtime.engine.test_snapshots import alone, restoring, sharers
 from tests.runtime.engine.test_trees import KnownAnswers
 from tests.runtime.speculate.recorded import SHAPE, Drafter
 
@@ -56,11 +61,16 @@ def test_entries_of_a_tree_are_moved_as_codes() -> None:
     assert (told.flips, told.bits) == (0, 0), told
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_greedy_drafted_answers_are_plain_answers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("mtp", "float32"), ("mtp", "deterministic"), ("dflash", "float32"), ("dflash", "deterministic bfloat16")],
+)
+def test_greedy_drafted_answers_are_plain_answers(kind: str, how: str, tmp_path: Path) -> None:
     """The drafter's cache is float8, too."""
     requests = [request(i, range(1 + i, 8), max_tokens=24, stops=()) for i in range(3)]
-    model = exact(shape=SHAPE)
+    dtype = torch.bfloat16 if how.endswith("bfloat16") else torch.float32
+    kernels = reference_kernels() if how == "float32" else invariant_kernels()
+    model = exact(shape=SHAPE, dtype=dtype, kernels=kernels)
     with rig(**model) as engine:
         expected = run(engine, requests)
     with rig(depth=2, speculation=Speculation(4), proposer=Drafter(kind, tmp_path), **model) as engine:
@@ -69,6 +79,24 @@ def test_greedy_drafted_answers_are_plain_answers(kind: str, tmp_path: Path) -> 
         found = run(engine, requests)
         assert engine.counters["spec_num_accepted_tokens"] > 0
     assert {i: one.token_ids for i, one in found.items()} == {i: one.token_ids for i, one in expected.items()}
+
+
+def test_sessions_hold_codes() -> None:
+    """Also where they lose their blocks, and compute them again."""
+    them = talks(2)
+    life = converse(them, depth=2, rows=2, blocks=14, max_model_len=96, think=5, kv_dtype=FP8)
+    same_as_requests(them, life, kv_dtype=FP8)
+    assert life.counters["session_evictions"] > 0
+
+
+def test_snapshots_go_with_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent state stays as it is; the blocks before it are float8."""
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
+    requests = sharers(max_tokens=12)
+    life = restoring(requests, depth=2, kv_dtype=FP8)
+    same(life, alone(requests, kv_dtype=FP8))
+    assert life.counters["snapshot_restores"] > 0
+    assert life.logprobs != alone(requests).logprobs
 
 
 def test_forked_answers_copy_codes() -> None:

@@ -495,7 +495,7 @@ def test_a_plan_is_launched_as_it_was_digested(
 
     monkeypatch.setattr(Planner, "plan", kept)
     of_model("experts", monkeypatch)
-    life = drawn_life(Setting(drafts, "experts", 2, "mixed", "random", groups, folder), SEEDS[0])
+    life = drawn_life(Setting(drafts, "experts", 2, "mixed", "random", groups, "fp8", "fp8", folder), SEEDS[0])
     assert {type(plan) for plan in made} == {StepPlan, type(None)}
     digested = {id(one) for one in made}  # of both groups
     assert all(id(one) in digested for one in life.plans)

@@ -161,7 +161,7 @@ class CommitsLate:
 def setting(family: str, drafts: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     of_model(family, monkeypatch)
     chunks = "in turns" if drafts == "windows" else "mixed"
-    return Setting(drafts, family, 2, chunks, "filtered", "alone", folder)
+    return Setting(drafts, family, 2, chunks, "filtered", "alone", "float", "float", folder)
 
 
 def finished(at: Setting, **limits: Any) -> None:

@@ -150,10 +150,10 @@ def _answer(engine: Engine, talk: Talk, notice: Parked) -> None:
         engine.cancel(id_)
 
 
-def same_as_requests(them: list[Talk], life: Life) -> None:
+def same_as_requests(them: list[Talk], life: Life, **limits: Any) -> None:
     for index, talk in enumerate(them):
         assert len(talk.answers) == len(talk.said) + 1
-        alone = oracle(talk.requests(100 * index), prefix_caching=False)
+        alone = oracle(talk.requests(100 * index), prefix_caching=False, **limits)
         assert [alone.answers[100 * index + turn] for turn in range(len(talk.answers))] == talk.answers
         entries = [entry for turn in range(len(talk.answers)) for entry in alone.logprobs.get(100 * index + turn, [])]
         assert life.logprobs.get(talk.first.request_id, []) == entries

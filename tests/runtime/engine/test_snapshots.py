@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from models.registry import ARCHITECTURES
@@ -63,14 +64,14 @@ def restoring(requests: list[Request], family: str = "toy", *, depth: int, **lim
     return live(requests[:1], depth=depth, later=later(requests, 2), **given)
 
 
-def alone(requests: list[Request], family: str = "toy") -> Life:
-    return _serial(tuple(requests), family)
+def alone(requests: list[Request], family: str = "toy", kv_dtype: torch.dtype | None = None) -> Life:
+    return _serial(tuple(requests), family, kv_dtype)
 
 
 @cache
-def _serial(requests: tuple[Request, ...], family: str) -> Life:
+def _serial(requests: tuple[Request, ...], family: str, kv_dtype: torch.dtype | None) -> Life:
     limits: dict[str, Any] = {"prefix_caching": False, "max_prefill_tokens": 200, "shape": SHAPES[family]}
-    return live(list(requests), depth=0, rows=24, blocks=400, **limits)
+    return live(list(requests), depth=0, rows=24, blocks=400, kv_dtype=kv_dtype, **limits)
 
 
 @pytest.mark.parametrize(("depth", "chunk"), covering(range(5), (5, 64), at_once=1))
