@@ -19,7 +19,7 @@ from models.block_pattern import BlockKind, Mamba2Shape
 from models.config_keys import unlisted
 from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.delta_config import GatedDeltaShape
-from models.layers.rope import Rope, YarnRope, given_parameters, rope_from_parameters
+from models.layers.rope import LongRope, Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts
 from models.quantization import Quantization, read_quantization
 
@@ -66,7 +66,9 @@ class ModelConfig:
 
     ``dtype`` is what the checkpoint was saved in: by the config or, where that is silent, as most of it is stored;
     float32 without a checkpoint. ``max_length`` is the longest sequence (prompt and completion) its
-    positions cover. ``rotary_dim`` leading dims of each head are rotated. ``experts`` describes the layers that have
+    positions cover. ``rotary_dim`` leading dims of each head are rotated. ``attention_bias``: of queries, keys and
+    values; ``output_bias``: of the projection after attention; ``qk_norms``: heads of queries and keys are normed.
+    ``experts`` describes the layers that have
     experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
     gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
     each, nothing is rotated then; empty where all have both. ``mamba``: of those that are Mamba-2.
@@ -91,6 +93,8 @@ class ModelConfig:
     dtype: torch.dtype
     tied_embeddings: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
+    qk_norms: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -152,7 +156,7 @@ class FamilyConfig:
     that it implements. ``slides``: whether a layer uses the window that the config names.
     ``attention``: how layers attend, given what they are with windows alone.
     ``usual``: the config in the usual keys; all others see its result. ``experts``: its sparse layers; None: has none.
-    ``more``: fields of ModelConfig that only few families have.
+    ``more``: fields of ModelConfig that the family reads itself.
     """
 
     eps: float = 1e-6
@@ -198,32 +202,41 @@ def model_config(
     experts = family.experts(config)
     if experts is not None and experts.per_token > experts.count:
         raise ValueError(f"'num_experts_per_tok' is {experts.per_token}, but a layer has only {experts.count} experts")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=read.size("vocab_size"),
-        hidden_size=read.size("hidden_size"),
-        intermediate_size=read.size("intermediate_size"),
-        layers=read.size("num_hidden_layers", most=MOST_LAYERS),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary_dim=_rotary_dim(config, rope_parameters, head_dim),
-        rms_norm_eps=read.number("rms_norm_eps", family.eps),
-        max_length=max_length,
-        rope=rope,
-        dtype=_dtype(config),
-        tied_embeddings=read.flag("tie_word_embeddings", family.tied),
-        attention_bias=read.flag("attention_bias"),
-        mlp_bias=read.flag("mlp_bias"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=eos_token_ids or token_ids(config, "eos_token_id"),
-        experts=experts,
-        mtp_layers=mtp_layers(config),
-        mtp_own_embeddings=read.flag("mtp_use_dedicated_embeddings"),
-        quantization=read_quantization(config, exported),
-        attention=attention,
-        **family.more(config),
-    )
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": read.size("vocab_size"),
+        "hidden_size": read.size("hidden_size"),
+        "intermediate_size": read.size("intermediate_size"),
+        "layers": read.size("num_hidden_layers", most=MOST_LAYERS),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": _rotary_dim(config, rope, rope_parameters, head_dim),
+        "rms_norm_eps": read.number("rms_norm_eps", family.eps),
+        "max_length": max_length,
+        "rope": rope,
+        "dtype": _dtype(config),
+        "tied_embeddings": read.flag("tie_word_embeddings", family.tied),
+        "attention_bias": read.flag("attention_bias"),
+        "output_bias": read.flag("attention_bias"),
+        "qk_norms": family.qk_norms,
+        "mlp_bias": read.flag("mlp_bias"),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": eos_token_ids or token_ids(config, "eos_token_id"),
+        "experts": experts,
+        "mtp_layers": mtp_layers(config),
+        "mtp_own_embeddings": read.flag("mtp_use_dedicated_embeddings"),
+        "quantization": read_quantization(config, exported),
+        "attention": attention,
+    }
+    return ModelConfig(**fields | family.more(config))
+
+
+def for_length(config: ModelConfig, longest: int) -> ModelConfig:
+    """For sequences of at most ``longest`` tokens, by which LongRoPE chooses its factors."""
+    if not isinstance(config.rope, LongRope):
+        return config
+    return replace(config, rope=replace(config.rope, longest=longest))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -328,8 +341,12 @@ def _attention(config: Mapping[str, Any], family: FamilyConfig, plain: Attention
 def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """transformers 5 writes everything in rope_parameters; transformers 4 rope_theta beside rope_scaling."""
     parameters = given_parameters(config)
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError("rope parameters that differ by layer type are not supported")
+    if nested := {kind: value for kind, value in parameters.items() if isinstance(value, dict)}:
+        used = set(config.get("layer_types") or nested)
+        said = [value for kind, value in nested.items() if kind in used]
+        if not said or any(one != said[0] for one in said):
+            raise ValueError(f"rope parameters that differ by layer type are not supported: {nested!r}")
+        parameters = given_parameters({"rope_parameters": said[0]})
     if parameters.get("rope_theta") is None:
         parameters["rope_theta"] = config.get("rope_theta") or default_theta
     if config.get("partial_rotary_factor") is not None:
@@ -339,11 +356,15 @@ def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[st
     return parameters
 
 
-def _rotary_dim(config: Mapping[str, Any], rope_parameters: Mapping[str, Any], head_dim: int) -> int:
+def _rotary_dim(config: Mapping[str, Any], rope: Rope, rope_parameters: Mapping[str, Any], head_dim: int) -> int:
     share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
     if not 0.0 < share <= 1.0:
         raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
     rotary_dim = int(head_dim * share)
+    if isinstance(rope, LongRope) and 2 * len(rope.short) != rotary_dim:
+        raise ValueError(
+            f"'short_factor' has {len(rope.short)} factors, but {rotary_dim} dims of a head are rotated: one for two"
+        )
     if rotary_dim % 2 or not rotary_dim:
         raise ValueError(f"the rotated part of a head must be even, but head_dim {head_dim} rotates {rotary_dim} dims")
     if config.get("rotary_dim") not in (None, rotary_dim):

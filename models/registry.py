@@ -21,15 +21,19 @@ from models.config import (
     read_json_object,
     token_ids,
 )
+from models.families.glm4_moe import Glm4Moe
+from models.families.hy_v3 import HYV3
 from models.families.llama import Llama
 from models.families.mistral import Mistral
 from models.families.mixtral import Mixtral
 from models.families.nemotron_h import NemotronH
+from models.families.phi3 import Phi3
 from models.families.qwen2 import Qwen2
 from models.families.qwen3 import Qwen3
 from models.families.qwen3_5 import Qwen35
 from models.families.qwen3_moe import Qwen3Moe
 from models.families.qwen3_next import Qwen3Next
+from models.families.seed_oss import SeedOss
 from models.layers.decoder import Decoder
 
 _LONGEST = 1000  # characters of keys in an error
@@ -41,6 +45,10 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "Phi3ForCausalLM": Phi3,
+    "SeedOssForCausalLM": SeedOss,
+    "Glm4MoeForCausalLM": Glm4Moe,
+    "HYV3ForCausalLM": HYV3,
     "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,

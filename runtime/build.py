@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from models.config import DTYPES, ModelConfig
+from models.config import DTYPES, ModelConfig, for_length
 from models.expert_load import clear_load, start_counting
 from models.fp8_at_load import quantised_at_load
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
@@ -100,6 +100,7 @@ def build_engine(
     """
     model_config = quantised_at_load(config_from_folder(Path(config.model)), config.quantization)
     served = served_model(config, model_config)
+    model_config = for_length(model_config, served.max_model_len)
     limits = config.step_limits(served.max_model_len, DEEPEST)
     split = expert_split(config, model_config, agree_min, exchange)
     ranges = open_ranges(config.nvtx)

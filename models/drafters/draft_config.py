@@ -155,7 +155,7 @@ class MTPConfig(_InFolder):
     ``zero_centred``: the checkpoint has its norms' weights less 1; ``output_gate``: every head's result is gated. Both
     as in Qwen3-Next, whose keys are ``norm_zero_centered`` (ours: there it goes without saying) and
     ``attn_output_gate``. ``layer``: its number under DeepSeek-V3's names, None under Qwen3-Next's. ``blocks``: kinds of
-    its blocks, where it is of blocks as Nemotron-H's are.
+    its blocks, where it is of blocks as Nemotron-H's are. ``qk_norms``: see ModelConfig.
     """
 
     model: ModelConfig
@@ -165,6 +165,7 @@ class MTPConfig(_InFolder):
     draft_vocab_size: int | None = None
     layer: int | None = None
     blocks: tuple[BlockKind, ...] = ()
+    qk_norms: bool = True
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> MTPConfig:
@@ -176,7 +177,7 @@ class MTPConfig(_InFolder):
         if layout is None:
             raise ValueError(
                 f"an MTP layer of {target.architecture} itself is not implemented, only those of Qwen3-Next, Qwen3.5 "
-                "and Nemotron-H are, and of Qwen3 and Qwen3-MoE under DeepSeek-V3's names; "
+                "and Nemotron-H are, and of Qwen3, Qwen3-MoE and GLM-4.5 under DeepSeek-V3's names; "
                 f"{OTHER_DRAFTERS}"
             )
         if target.mtp_layers > 1:
@@ -190,7 +191,7 @@ class MTPConfig(_InFolder):
                 f"implemented; {OTHER_DRAFTERS}"
             )
         if layout == "nextn":
-            return cls(target, target.layers, layer=target.layers)
+            return cls(target, target.layers, layer=target.layers, qk_norms=target.qk_norms)
         if layout == "blocks":
             blocks = target.mtp_blocks or ("attention", "moe")
             _check_blocks(blocks, target)

@@ -89,10 +89,10 @@ class MTPDraft(CheckpointParts):
             context,
             self.cos_sin_LR,
             norm(hidden),
-            q_norm=norm(sizes.head_dim),
-            k_norm=norm(sizes.head_dim),
+            q_norm=norm(sizes.head_dim) if config.qk_norms else None,
+            k_norm=norm(sizes.head_dim) if config.qk_norms else None,
             qkv_bias=sizes.attention_bias,
-            output_bias=sizes.attention_bias,
+            output_bias=sizes.output_bias,
             output_gate=config.output_gate,
         )
         mlp: GatedMLP | SparseMLP

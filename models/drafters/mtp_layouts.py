@@ -20,11 +20,13 @@ from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import MTPConfig
 from models.drafters.mtp import MakeNorm, MTPDraft
 from models.families.nemotron_h import BLOCK_NAMES
+from models.layers.checkpoint_parts import checkpoint_names_of
 from models.layers.context import ModelContext
 from models.layers.decoder import DecoderLayer
 from models.layers.mlp import Relu2MLP
 from models.layers.moe import SparseMLP
 from models.layers.rope import unrotated_cache
+from models.registry import ARCHITECTURES
 
 LATENT_ATTENTION = "self_attn.kv_a_proj_with_mqa.weight"  # of DeepSeek's own layers
 
@@ -43,7 +45,11 @@ class NextNDraft(MTPDraft):
     """A layer of the target's kind under DeepSeek-V3's names."""
 
     def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
+        """A layer of a known family is named as the family's others."""
         of_layer, prefix = "mtp.layers.0.", nextn_prefix(self.config.layer or 0)
+        if path.startswith("layers.0.") and self.config.model.architecture in ARCHITECTURES:
+            names = ARCHITECTURES[self.config.model.architecture].checkpoint_names
+            return checkpoint_names_of(names, path.replace("layers.0.", f"layers.{self.config.layer}.", 1))
         others = {
             "mtp.fc.weight": "eh_proj.weight",
             "mtp.pre_fc_norm_embedding.weight": "enorm.weight",

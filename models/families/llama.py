@@ -1,4 +1,5 @@
-"""Llama 2 and 3 (Touvron et al. 2023, Llama team 2024): the plain decoder; biases where the config asks for them.
+"""Llama 2 and 3 (Touvron et al. 2023, Llama team 2024): the plain decoder. Of other families also with biases, norms of
+queries and keys, and experts, where their ModelConfig has them.
 
 Knows: the architecture's layers and its checkpoint names. Does not know: how a layer computes, or how a stack runs.
 """
@@ -15,6 +16,7 @@ from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer
 from models.layers.mlp import GatedMLP
+from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
@@ -38,24 +40,33 @@ class Llama(Decoder):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
-        hidden, bias = config.hidden_size, config.attention_bias
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context)
         self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                Attention(
-                    config,
-                    context,
-                    self.cos_sin_LR,
-                    norm(hidden),
-                    qkv_bias=bias,
-                    output_bias=bias,
-                    spec=config.attention_of(number),
-                ),
-                GatedMLP(config, context, norm(hidden), bias=config.mlp_bias),
-            )
+            DecoderLayer(self._attention(config, context, number), self._mlp(config, context, number))
             for number in range(config.layers)
         )
-        self.final_norm = norm(hidden)
-        self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        shared = self.embedding if config.tied_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, context, shared)
+
+    def _attention(self, config: ModelConfig, context: ModelContext, number: int) -> Attention:
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context)
+        q_norm, k_norm = (norm(config.head_dim) if config.qk_norms else None for _ in range(2))
+        return Attention(
+            config,
+            context,
+            self.cos_sin_LR,
+            norm(config.hidden_size),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qkv_bias=config.attention_bias,
+            output_bias=config.output_bias,
+            spec=config.attention_of(number),
+        )
+
+    def _mlp(self, config: ModelConfig, context: ModelContext, number: int) -> GatedMLP | SparseMLP:
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        if config.has_experts(number):
+            return SparseMLP(config, context, norm, layer=number)
+        return GatedMLP(config, context, norm, bias=config.mlp_bias)

@@ -1,26 +1,16 @@
 """Qwen2 and Qwen2.5 (Qwen team 2024): Llama with biases on the query, key and value projections.
 
-Knows: the architecture's layers and its checkpoint names. Does not know: how a layer computes, or how a stack runs.
+Knows: how it differs from Llama: its config and its checkpoint names. Does not know: layers (llama.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
-
-from models.config import FamilyConfig, ModelConfig
+from models.config import FamilyConfig
 from models.config_reader import ConfigReader
 from models.families.llama import Llama
-from models.layers.attention import Attention
-from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
-from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
-from models.layers.rope import cos_sin_cache
-from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
 def slides(config: Mapping[str, Any]) -> bool:
@@ -30,22 +20,9 @@ def slides(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_sliding_window")) and some and not config.get("layer_types")
 
 
-class Qwen2(Decoder):
-    family_config: ClassVar[FamilyConfig] = FamilyConfig(kv_heads=32, slides=slides)
-    checkpoint_names: ClassVar = Llama.checkpoint_names
+def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": True, "output_bias": False}
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(config, context)
-        hidden = config.hidden_size
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context)
-        self.cos_sin_LR = cos_sin_cache(config.rope, config.rotary_dim, config.max_length)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                Attention(config, context, self.cos_sin_LR, norm(hidden), qkv_bias=True),
-                GatedMLP(config, context, norm(hidden)),
-            )
-            for _ in range(config.layers)
-        )
-        self.final_norm = norm(hidden)
-        self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)
+
+class Qwen2(Llama):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(kv_heads=32, slides=slides, more=_biases)

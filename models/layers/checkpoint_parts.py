@@ -13,12 +13,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from parallel.layers.shard import ScatteredShard, Shard, ShardedModule
+from parallel.layers.shard import ScatteredShard, Shard, ShardedModule, stacked
 
 
 class CheckpointParts(nn.Module):
     """``checkpoint_names``: module part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``),
-    ``{}`` standing for the numbers of layer and expert in both; several names where checkpoints differ.
+    ``{}`` standing for the numbers of layer and expert in both; several names where checkpoints differ. A key that ends
+    in what follows the last dot names that whole tensor. Parts of a module with one name lie one after another in it.
     """
 
     dtype: torch.dtype  # of parameters and activations
@@ -50,15 +51,26 @@ class CheckpointParts(nn.Module):
         """Every way in which checkpoints name the parts of ``layout``."""
         names = {part: self.checkpoint_names_of(f"{path}.{part}") for part in layout}
         count = max(map(len, names.values()), default=1)
-        return [{names[part][n % len(names[part])]: shard for part, shard in layout.items()} for n in range(count)]
+        found: list[dict[str, Shard | ScatteredShard]] = [{} for _ in range(count)]
+        for n, spelled in enumerate(found):
+            for part, shard in layout.items():
+                name = names[part][n % len(names[part])]
+                spelled[name] = stacked(spelled[name], shard) if name in spelled else shard
+        return found
 
     def checkpoint_names_of(self, path: str) -> tuple[str, ...]:
         """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,)."""
-        part, kind = path.rsplit(".", 1)
-        pieces = part.split(".")
-        numbers = [piece for piece in pieces if piece.isdigit()]
-        found = self.checkpoint_names[".".join("{}" if piece.isdigit() else piece for piece in pieces)]
-        return tuple(f"{name.format(*numbers)}.{kind}" for name in ((found,) if isinstance(found, str) else found))
+        return checkpoint_names_of(self.checkpoint_names, path)
+
+
+def checkpoint_names_of(table: Mapping[str, str | tuple[str, ...]], path: str) -> tuple[str, ...]:
+    """``layers.3.mlp.down.weight`` -> (``model.layers.3.mlp.down_proj.weight``,), by ``table``."""
+    pieces = path.split(".")
+    numbers = [piece for piece in pieces if piece.isdigit()]
+    pattern = ".".join("{}" if piece.isdigit() else piece for piece in pieces)
+    part, kind = pattern.rsplit(".", 1)
+    found, end = (table[pattern], "") if pattern in table else (table[part], f".{kind}")
+    return tuple(f"{name.format(*numbers)}{end}" for name in ((found,) if isinstance(found, str) else found))
 
 
 def _share(stored: Container[str], names: Mapping[str, object]) -> float:

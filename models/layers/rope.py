@@ -21,7 +21,7 @@ from torch import Tensor
 _LARGEST = 2.0**40  # of any parameter: beyond it, angles say nothing
 _BESIDE = ("rope_theta", "partial_rotary_factor")  # transformers 4 writes them beside rope_scaling, 5 inside
 _LAYOUT_KEYS = {"rope_type", "type", *_BESIDE}
-_ALIASES = {"mrope": "default"}  # positions of text are equal in all sections of mRoPE
+_ALIASES = {"mrope": "default", "su": "longrope"}  # positions of text are equal in all sections of mRoPE
 # Key -> the values under which it changes nothing, where a type does not read it; None: whatever it is.
 _IDLE: dict[str, tuple[object, ...] | None] = {
     "finetuned": None,  # the weights are, or not
@@ -125,6 +125,23 @@ class YarnRope:
         return rotary_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own. ``short`` factors serve sequences
+    within the ``original_context``, ``long`` ones others; one list serves a whole engine, by its longest sequence."""
+
+    theta: float
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    longest: int
+    attention_factor: float
+
+    def frequencies(self, rotary_dim: int) -> Tensor:
+        factors = self.long if self.longest > self.original_context else self.short
+        return _base_frequencies(self.theta, rotary_dim) / torch.tensor(factors)
+
+
 def given_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says under ``rope_parameters`` (transformers 5) or ``rope_scaling`` (4), without nulls.
 
@@ -159,7 +176,7 @@ def rope_from_parameters(parameters: Mapping[str, Any], max_positions: int) -> R
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     readers: dict[Any, Callable[[float, dict[str, Any], int], Rope]]
-    readers = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    readers = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
     if not isinstance(kind, str) or kind not in readers:
         raise ValueError(f"rope type {kind!r} is not supported; supported types are {', '.join(sorted(readers))}")
     unused = {key: value for key, value in parameters.items() if key not in _LAYOUT_KEYS and value is not None}
@@ -243,6 +260,24 @@ def _yarn(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
         beta_slow=_positive(keys, "beta_slow", 1.0),
         truncate=bool(keys.pop("truncate", True)),
     )
+
+
+def _longrope(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
+    original = _original_context(keys, max_positions)
+    factor = _positive(keys, "factor", max_positions / original)
+    grown = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = _positive(keys, "attention_factor", grown)
+    short, long = (_factors(keys, key) for key in ("short_factor", "long_factor"))
+    if len(short) != len(long):
+        raise ValueError(f"'short_factor' has {len(short)} factors, but 'long_factor' has {len(long)}")
+    return LongRope(theta, short, long, original, max_positions, attention_factor)
+
+
+def _factors(keys: dict[str, Any], key: str) -> tuple[float, ...]:
+    given = keys.pop(key)
+    if not isinstance(given, list):
+        raise ValueError(f"{key!r} must be a list of numbers, not {given!r}")
+    return tuple(_positive({key: factor}, key) for factor in given)
 
 
 def _yarn_temperature(factor: float, mscale: float) -> float:

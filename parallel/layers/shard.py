@@ -7,7 +7,7 @@ Does not know: files (models/weights.py), checkpoint names (the table beside eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +139,18 @@ class ScatteredShard:
         """Loads piece after piece."""
         for piece in self.pieces:
             piece.load(full)
+
+
+def stacked(first: Shard | ScatteredShard, second: Shard | ScatteredShard) -> ScatteredShard:
+    """The shards of two checkpoint tensors as shards of one that has the rows (dim 0) of both, one after another."""
+    above, below = first.full_shape[0], second.full_shape[0]
+    full_shape = (above + below, *first.full_shape[1:])
+    pieces = [replace(piece, full_shape=full_shape) for piece in first.pieces]
+    for piece in second.pieces:
+        rows, *rest = piece.ranges
+        moved = slice(rows.start + above, rows.stop + above)
+        pieces.append(replace(piece, full_shape=full_shape, ranges=(moved, *rest)))
+    return ScatteredShard(tuple(pieces))
 
 
 class ShardedModule(nn.Module):

@@ -39,6 +39,14 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0],
+    "original_max_position_embeddings": 3,
+}
 """Vocabularies are odd, heads and intermediate sizes are what a group of 4 can split, head_dims are no powers of 2."""
 COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 MAMBA = "linear_attention"
@@ -171,6 +179,38 @@ MODELS |= {
         | {"vocab_size": 67, "hidden_size": 20, "num_key_value_heads": 2, "head_dim": 24}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
         | {"shared_expert_intermediate_size": 12, "linear_num_key_heads": 1, "rope_parameters": QUARTER},
+    ),
+}
+"""Other names, keys and options; a LongRoPE whose long factors serve every prompt."""
+GROUPED = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+MODELS |= {
+    "glm4moe": (
+        "Glm4Moe",
+        GROUPED
+        | {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 12}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}},
+    ),
+    "hyv3": (
+        "HYV3",
+        {"vocab_size": 59, "hidden_size": 20, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 10}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "rope_parameters": DEFAULT}
+        | {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
+    ),
+    "phi3": (
+        "Phi3",
+        {"vocab_size": 73, "hidden_size": 40, "intermediate_size": 36, "num_key_value_heads": 4, "pad_token_id": 0}
+        | {"rope_parameters": DEFAULT},
+    ),
+    "phi4-longrope": (
+        "Phi3",
+        {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 28, "num_key_value_heads": 2, "pad_token_id": 0}
+        | {"tie_word_embeddings": True, "original_max_position_embeddings": 3, "rope_parameters": LONG},
+    ),
+    "seedoss": (
+        "SeedOss",
+        {"vocab_size": 79, "hidden_size": 28, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 10}
+        | {"attention_out_bias": True, "rope_parameters": DEFAULT},
     ),
 }
 TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe")  # the text part of a model for images, too
