@@ -68,6 +68,7 @@ class ModelConfig:
     float32 without a checkpoint. ``max_length`` is the longest sequence (prompt and completion) its
     positions cover. ``rotary_dim`` leading dims of each head are rotated. ``attention_bias``: of queries, keys and
     values; ``output_bias``: of the projection after attention; ``qk_norms``: heads of queries and keys are normed.
+    ``query_scale``: (beta, original context) of a scale of queries by position; None for none.
     ``experts`` describes the layers that have
     experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
     gated delta nets; None where all attend. ``blocks``: the kind of each layer where layers have one mixer or one MLP
@@ -96,6 +97,7 @@ class ModelConfig:
     output_bias: bool = False
     qk_norms: bool = False
     mlp_bias: bool = False
+    query_scale: tuple[float, int] | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     experts: RoutedExperts | None = None

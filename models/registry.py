@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import stored_dtype
+from models.checkpoint import WeightsError, locate_tensors, stored_dtype
 from models.config import (
     DTYPES,
     ModelConfig,
@@ -24,6 +24,7 @@ from models.config import (
 from models.families.glm4_moe import Glm4Moe
 from models.families.hy_v3 import HYV3
 from models.families.llama import Llama
+from models.families.minimax_m2 import MiniMaxM2
 from models.families.mistral import Mistral
 from models.families.mixtral import Mixtral
 from models.families.nemotron_h import NemotronH
@@ -44,11 +45,14 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "MistralForCausalLM": Mistral,
+    "Ministral3ForCausalLM": Mistral,
+    "Mistral3ForConditionalGeneration": Mistral,
     "MixtralForCausalLM": Mixtral,
     "Phi3ForCausalLM": Phi3,
     "SeedOssForCausalLM": SeedOss,
     "Glm4MoeForCausalLM": Glm4Moe,
     "HYV3ForCausalLM": HYV3,
+    "MiniMaxM2ForCausalLM": MiniMaxM2,
     "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
@@ -91,6 +95,8 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
     named = [one.get(key) for one in (config, text) if isinstance(one, dict) for key in ("dtype", "torch_dtype")]
     if not any(named) and (stored := stored_dtype(folder)) in DTYPES.values():
         config["dtype"] = str(stored).removeprefix("torch.")
+    if all(one.get("tie_word_embeddings") is None for one in (config, text) if isinstance(one, dict)):
+        config["tie_word_embeddings"] = _stores_no_head(folder)
     exported = folder / "hf_quant_config.json"
     try:
         return config_from_dict(config, eos, read_json_object(exported) if exported.is_file() else None)
@@ -104,6 +110,14 @@ def config_from_dict(
     """From the parsed content of config.json, as its family reads it; otherwise as ``model_config``."""
     family = model_class(architecture_of(config), config).family_config
     return model_config(config, family, eos_token_ids, exported)
+
+
+def _stores_no_head(folder: Path) -> bool | None:
+    """Whether the head must be the embedding; None where the folder holds no readable weights."""
+    try:
+        return not any(name.endswith("lm_head.weight") for name in locate_tensors(folder))
+    except WeightsError:
+        return None
 
 
 def _what_to_type(folder: Path) -> str:

@@ -76,6 +76,8 @@ def load_model(
     ValueError for an unknown architecture, a tensor-parallel size that does not divide it, or an unknown load format.
     """
     architecture = model_class(config.architecture)
+    if config.architecture.endswith("ForConditionalGeneration") and collectives.rank == 0:
+        log.info("%s: the part that reads and writes text is loaded; images are refused", config.architecture)
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}")
 

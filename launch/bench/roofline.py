@@ -74,9 +74,11 @@ class Shape:
             * sizes.intermediate_size
             * (sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - sparse)
         )
-        kept, state, window = sizes.vocab_size * hidden, 0, 0
+        kept, latent, state, window = sizes.vocab_size * hidden, 0, 0, 0
         if experts is not None:
             kept += sparse * experts.count * hidden
+            latent = experts.latent_size
+            dense += sparse * 2 * hidden * latent
             dense += sparse * hidden * (experts.count + matrices * experts.shared_size)
         if delta is not None:
             dense += recurrent * hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.v_heads)
@@ -87,7 +89,7 @@ class Shape:
         stored = sizes.quantization or (AT_LOAD if quantization == "fp8" else None)
         return cls(
             dense=dense,
-            expert=0 if experts is None else sparse * matrices * hidden * experts.intermediate_size,
+            expert=0 if experts is None else sparse * matrices * (latent or hidden) * experts.intermediate_size,
             experts=0 if experts is None else experts.count,
             experts_per_token=0 if experts is None else experts.per_token,
             kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype, attending),

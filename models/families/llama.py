@@ -20,6 +20,7 @@ from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
+from parallel.layers.shard import HeadShard
 
 
 class Llama(Decoder):
@@ -63,7 +64,12 @@ class Llama(Decoder):
             qkv_bias=config.attention_bias,
             output_bias=config.output_bias,
             spec=config.attention_of(number),
+            edit=self._edit(config, context, HeadShard(config.heads, config.kv_heads, context.rank, context.size)),
         )
+
+    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+        """Of queries and keys, before they are rotated."""
+        return None
 
     def _mlp(self, config: ModelConfig, context: ModelContext, number: int) -> GatedMLP | SparseMLP:
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3-Nano (Blakeman et al. 2025): blocks of one mixer or one MLP each, Mamba-2 in most places.
+"""Nemotron-H and Nemotron-3 (Blakeman et al. 2025): blocks of one mixer or one MLP each, Mamba-2 in most places.
 
 Knows: the architecture's blocks and its checkpoint names, in the style of the published folders (``backbone.``) and in
 that of transformers 5 (``model.``). Does not know: how a block computes, or how a stack runs.
@@ -39,6 +39,8 @@ BLOCK_NAMES = {  # but for the output projections of mixers
     "mlp.up": "mixer.up_proj",
     "mlp.down": "mixer.down_proj",
     "mlp.router": "mixer.gate",
+    "mlp.to_latent": "mixer.fc1_latent_proj",
+    "mlp.from_latent": "mixer.fc2_latent_proj",
     "mlp.experts.{}.up": "mixer.experts.{}.up_proj",
     "mlp.experts.{}.down": "mixer.experts.{}.down_proj",
     "mlp.experts": "mixer.experts",  # fused: up_proj and down_proj
@@ -56,17 +58,13 @@ def _experts(config: Mapping[str, Any]) -> RoutedExperts | None:
     )
     if not layers:
         return None
-    if config.get("moe_latent_size") is not None:
-        raise ValueError(
-            f"'moe_latent_size' is {config['moe_latent_size']!r}, which asks for experts between latent projections "
-            "(fc1_latent_proj, fc2_latent_proj); this is not implemented, only null is"
-        )
+    latent = read.size("moe_latent_size") if config.get("moe_latent_size") is not None else 0
     shared = read.size("n_shared_experts", 1) if config.get("n_shared_experts") != 0 else 0
     if shared > 1:
         raise ValueError(f"'n_shared_experts' is {shared}, but only 0 and 1 are implemented")
     shared_size = read.size("moe_shared_expert_intermediate_size") if shared else 0
     size = read.size("moe_intermediate_size")
-    return sigmoid_experts(config, layers, size, activation="relu2", shared_size=shared_size)
+    return sigmoid_experts(config, layers, size, activation="relu2", shared_size=shared_size, latent_size=latent)
 
 
 def _more(config: Mapping[str, Any]) -> dict[str, Any]:

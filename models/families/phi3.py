@@ -25,7 +25,9 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Phi3(Llama):
-    family_config: ClassVar[FamilyConfig] = FamilyConfig(eps=1e-5, reads="lm_head_bias", usual=_usual)
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        eps=1e-5, full_every=0, layer_types=("full_attention", "sliding_attention"), usual=_usual
+    )
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,
         **{f"layers.{{}}.mixer.qkv.{part}": "model.layers.{}.self_attn.qkv_proj" for part in "qkv"},

@@ -8,7 +8,7 @@ Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.attention_spec import AttentionSpec
 from models.config import ModelConfig
@@ -42,6 +42,7 @@ class Attention(Mixer[Tensor]):
 
     Optional: biases, an RMSNorm of every query and key head before the rotation, and an output gate: the result of each
     head times sigmoid(gate x), before the output projection. ``spec``: by default that of the config's first layer.
+    ``edit`` (qkv_edit.py) changes packed queries and keys before they are rotated.
     """
 
     batch_invariant = True
@@ -59,6 +60,7 @@ class Attention(Mixer[Tensor]):
         output_bias: bool = False,
         output_gate: bool = False,
         spec: AttentionSpec | None = None,
+        edit: nn.Module | None = None,
     ) -> None:
         super().__init__()
         spec = spec or config.attention_of(0)
@@ -72,6 +74,7 @@ class Attention(Mixer[Tensor]):
         self.qkv = packed(hidden, config.heads, spec.kv_heads, dim, context, bias=qkv_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.edit = edit
         self.output = RowParallel(
             config.heads * dim, hidden, context, bias=output_bias, what="attention outputs (heads * head_dim)"
         )
@@ -102,13 +105,15 @@ class Attention(Mixer[Tensor]):
         kv_layer: Tensor,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        if wanted_R is not None and inputs.last_attention is not None:
+        if wanted_R is not None and inputs.last_attention is not None and self.edit is None:
             return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
         gate_TX = None
         if isinstance(self.qkv, GatedQKVParallel):
             qkv_TX, gate_TX, residual_TN = self._gated(self.qkv, x_TN, residual_TN)
         else:
             qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
+        if self.edit is not None:
+            qkv_TX = self.edit(qkv_TX, inputs.positions_T)
         rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
         into = None
         if wanted_R is None and (gate_TX is not None or isinstance(attention, DecodeAttention)):

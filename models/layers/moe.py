@@ -19,6 +19,7 @@ from models.layers.routed_experts import RoutedExperts
 from models.layers.shared_expert import Relu2SharedExpert, SharedExpert
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.experts import ExpertWeights, Router
+from parallel.layers.linear import Replicated
 
 
 class SparseMLP(nn.Module):
@@ -46,9 +47,12 @@ class SparseMLP(nn.Module):
         self.routing = _sigmoid_routing(experts, beside)
         self.norm = norm
         self.router = Router(experts.count, hidden, context, bias=self.routing is not None)
+        latent = experts.latent_size
+        self.to_latent = Replicated(hidden, latent, context) if latent else None
+        self.from_latent = Replicated(latent, hidden, context) if latent else None
         self.experts = ExpertWeights(
             experts.count,
-            hidden,
+            latent or hidden,
             experts.intermediate_size,
             context,
             layer=layer,
@@ -73,9 +77,13 @@ class SparseMLP(nn.Module):
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         grouped = experts.exchange is not None
         weights_TC, chosen_TC = self._route(hidden_TN, self.all_E if grouped else experts.local_E, real_T)
+        read_TN = hidden_TN if self.to_latent is None else self.to_latent(hidden_TN)
         if grouped:
-            return self._with_other_groups(hidden_TN, weights_TC, chosen_TC, exchange_rows), residual_TN
-        part_TN = self._terms(hidden_TN, weights_TC, chosen_TC)
+            part_TN = self._with_other_groups(read_TN, weights_TC, chosen_TC, exchange_rows)
+        else:
+            part_TN = self._terms(read_TN, weights_TC, chosen_TC)
+        if self.from_latent is not None:  # of a rank's part: the sum of these is that of the sum
+            part_TN = self.from_latent(part_TN)
         return experts.combine(self._with_shared(part_TN, hidden_TN)), residual_TN
 
     def _route(self, hidden_TN: Tensor, local_E: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,12 +101,12 @@ class SparseMLP(nn.Module):
 
     def _with_other_groups(
         self, hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, exchange_rows: int | None
-    ) -> Tensor | PendingAllReduce:
-        """The experts' sum where several groups share them; ``ids_TC`` are numbers among all experts, -1 for none."""
+    ) -> Tensor:
+        """This rank's part of the experts' sum where several groups share them; ``ids_TC`` are numbers among all
+        experts, -1 for none."""
         experts, tokens = self.experts, hidden_TN.shape[0]
         hidden_YN, weights_YC, local_YC = experts.gather(hidden_TN, weights_TC, ids_TC, exchange_rows or tokens)
-        part_TN = experts.group_part(self._terms(hidden_YN, weights_YC, local_YC), tokens)
-        return experts.combine(self._with_shared(part_TN, hidden_TN))
+        return experts.group_part(self._terms(hidden_YN, weights_YC, local_YC), tokens)
 
     def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:
         """What this rank's experts add to the sum."""
@@ -113,7 +121,7 @@ def _shared_beside(experts: RoutedExperts, context: ModelContext) -> int:
     them by itself is squared. 0 where it does not.
     """
     parts, rest = divmod(experts.shared_size, experts.intermediate_size)
-    alike = experts.activation == "relu2" and experts.scoring == "sigmoid" and not rest
+    alike = experts.activation == "relu2" and experts.scoring == "sigmoid" and not rest and not experts.latent_size
     return parts if alike and not context.experts.whole else 0
 
 

@@ -27,7 +27,8 @@ class RoutedExperts:
 
     ``scoring``: what the router makes of its logits. With "sigmoid" (DeepSeek-V3, Liu et al. 2024) a bias corrects the
     scores for the choice only, which is among the experts of the best ``top_groups`` of ``groups`` groups, and weights
-    are multiplied by ``scale``.
+    are multiplied by ``scale``. ``latent_size``: routed experts read and write vectors of this size, between
+    two projections; 0: hidden states themselves.
     """
 
     count: int
@@ -42,6 +43,7 @@ class RoutedExperts:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    latent_size: int = 0
 
 
 def softmax_experts(
@@ -78,6 +80,7 @@ def sigmoid_experts(
     count: str = "n_routed_experts",
     activation: Literal["swiglu", "relu2"] = "swiglu",
     shared_size: int = 0,
+    latent_size: int = 0,
 ) -> RoutedExperts:
     """Of a router as DeepSeek-V3's; a shared expert has no gate. Raises ValueError naming the key."""
     read = ConfigReader(config)
@@ -104,6 +107,7 @@ def sigmoid_experts(
         top_groups=top_groups,
         scale=read.number("routed_scaling_factor", 1.0),
         shared_size=shared_size,
+        latent_size=latent_size,
     )
 
 

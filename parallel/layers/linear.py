@@ -214,6 +214,21 @@ class DeltaProjection(ShardedModule):
         return ScatteredShard(tuple(pieces))
 
 
+class Replicated(ShardedModule):
+    """One matrix [outputs, inputs] that every rank holds in full. No communication."""
+
+    def __init__(self, inputs: int, outputs: int, placement: ShardContext) -> None:
+        super().__init__()
+        self.placement = placement
+        self.weight = placement.weight(outputs, inputs)
+
+    def forward(self, x_TN: Activations) -> Tensor:
+        return self.placement.kernels.linear(x_TN, self.weight)
+
+    def shards(self) -> Mapping[str, Shard | ScatteredShard]:
+        return rows_of("", self.weight, self.weight.outputs, 0)
+
+
 class RowParallel(ShardedModule):
     """y = sum over ranks of x_local W_local^T (+ b): [T, inputs / size] -> [T, outputs], the same on every rank.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfig, ModelConfigError, for_length
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
 from models.registry import config_from_dict, config_from_folder, model_class
@@ -39,6 +40,16 @@ YARN: dict[str, Any] = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+
+
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 5,
+    "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0],
+    "original_max_position_embeddings": 16,
+}
+TWO_KINDS = ("full_attention", "sliding_attention")
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -186,6 +197,25 @@ def test_yarn_extends_the_context() -> None:
     assert tiny(rope_parameters=yarn, max_position_embeddings=200000).max_length == 200000
 
 
+def test_longrope_takes_the_factors_of_its_longest_sequence() -> None:
+    long = tiny(rope_parameters=LONG)
+    plain = DefaultRope(1e4).frequencies(10)
+    assert torch.equal(long.rope.frequencies(10), plain / torch.tensor(LONG["long_factor"]))
+    assert torch.equal(for_length(long, 16).rope.frequencies(10), plain)
+    assert long.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(16)) ** 0.5)
+    assert for_length(long, 16).rope.attention_factor == long.rope.attention_factor
+    assert tiny(rope_parameters={**LONG, "type": "su", "rope_type": None}) == long
+    assert for_length(tiny(), 8) == tiny()
+
+
+def test_rope_parameters_by_layer_type_are_read_where_one_rotation_serves_all() -> None:
+    said = {"rope_type": "default", "rope_theta": 5e5}
+    both = dict.fromkeys(TWO_KINDS, said)
+    assert tiny(rope_parameters=both) == tiny(rope_parameters=said)
+    other = both | {"sliding_attention": {"rope_theta": 1e4}}
+    assert tiny(rope_parameters=other, layer_types=["full_attention"] * 2) == tiny(rope_parameters=said)
+
+
 def test_partial_rotation() -> None:
     assert tiny(head_dim=16, partial_rotary_factor=0.25).rotary_dim == 4
 
@@ -232,7 +262,10 @@ def test_partial_rotation() -> None:
             "set 'max_position_embeddings' (64) to its 'original_max_position_embeddings' (32)",
         ),
         ({"dual_chunk_attention_config": 1}, "'dual_chunk_attention_config'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_parameters": LONG | {"long_factor": [1.0]}}, "'short_factor' has 5 factors, but 'long_factor' has 1"),
+        ({"rope_parameters": LONG | {"long_factor": 2.0}}, "'long_factor' must be a list of numbers, not 2.0"),
+        ({"rope_parameters": LONG, "head_dim": 8}, "'short_factor' has 5 factors, but 8 dims of a head are rotated"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "needs the key 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "short_factor": [1]}}, "not understood: 'short_factor' [1]"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2}}, "not understood: 'factor' 2"),
@@ -241,7 +274,7 @@ def test_partial_rotation() -> None:
         ({"rope_parameters": YARN | {"attn_factor": "1"}}, "'attn_factor' must be a positive number, not '1'"),
         ({"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0, which asks for soft-capped logits"),
         ({"residual_multiplier": 0.2}, "'residual_multiplier' is 0.2, which asks for scaled activations; only 1 is"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+        ({"rope_parameters": {kind: {"rope_theta": len(kind)} for kind in TWO_KINDS}}, "differ by layer type"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
         ({"rope_parameters": [1]}, "rope parameters must be an object, not [1]"),
         ({"rope_parameters": {**LLAMA3, "rope_theta": [5]}}, "'rope_theta' must be a positive number, not [5]"),

@@ -38,6 +38,7 @@ from tests.models.drafters.tiny_drafters import dflash_config, dflash_tensors, e
 from tests.models.quantised import quantise, schemes
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write
 from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_families import FAMILIES as OTHERS
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import reference_kernels
 from tests.runtime.engine.rig import request, run
@@ -54,6 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"qwen3": (1, 2, 4, 8), "llama": (8,), "qwen3-moe": (1, 4, 8)}
 CASES = [(name, letter) for name in MODELS for letter in ("A", "B", "C")]
+MODELS |= {name: TINY | OTHERS[name] for name in ("glm", "minimax", "phi")}
+CASES += [(name, "A") for name in ("glm", "minimax", "phi")] + [("phi", "B")]
 CASES += [("qwen3", letter) for letter in schemes() if letter not in "ABC"]
 
 

@@ -182,6 +182,7 @@ MODELS |= {
     ),
 }
 """Other names, keys and options; a LongRoPE whose long factors serve every prompt."""
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROUPED = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
 MODELS |= {
     "glm4moe": (
@@ -189,13 +190,43 @@ MODELS |= {
         GROUPED
         | {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 12}
         | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 2}
-        | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": QUARTER | {"partial_rotary_factor": 0.5}},
+        | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF},
     ),
     "hyv3": (
         "HYV3",
         {"vocab_size": 59, "hidden_size": 20, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 10}
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "rope_parameters": DEFAULT}
         | {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True},
+    ),
+    "minimaxm2": (
+        "MiniMaxM2",
+        {"vocab_size": 71, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 12}
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": HALF,
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 10}
+        | {
+            "rope_parameters": YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+            | {"original_max_position_embeddings": 5}
+        },
+    ),
+    "mistral3-text": (
+        "Mistral",
+        {"vocab_size": 43, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 1, "head_dim": 8}
+        | {"rope_parameters": DEFAULT, "sliding_window": None},
+    ),
+    "nemotronh-latent": (
+        "NemotronH",
+        NEMOTRON
+        | {"vocab_size": 47, "hidden_size": 24, "num_key_value_heads": 2, "head_dim": 6, "n_groups": 2}
+        | {"layers_block_type": ["moe", MAMBA, "full_attention", "moe"], "n_routed_experts": 8}
+        | {"num_experts_per_tok": 3, "moe_latent_size": 16, "moe_shared_expert_intermediate_size": 24},
     ),
     "phi3": (
         "Phi3",
@@ -217,7 +248,6 @@ TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe")  # the text part of a model for images,
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
-BESIDE_IMAGES = ("qwen35moe",)  # saved as the text part of a model that reads images, too, and predicts further tokens
 # Saved as transformers 5 holds experts, [E, ...], and names blocks; the others one by one.
 FUSED = ("qwen3moe-fused", "mixtral-fused", "nemotronh-fused")
 
@@ -230,8 +260,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     torch.set_num_threads(1)
     (folder / "prompts.json").write_text(json.dumps(_prompts()))
     models = {name: _save(folder / name, *spec) for name, spec in MODELS.items()}
-    for name in BESIDE_IMAGES:
-        _rewrite_as_text_part(folder / name)
+    _rewrite_as_text_part(folder / "qwen35moe")
+    _rewrite_as_mistral3(folder / "mistral3-text")
     for name in AS_TRANSFORMERS_4:
         _rewrite_as_transformers_4(folder / name / "config.json")
     yield folder, models
@@ -266,7 +296,26 @@ def _save(folder: Path, family: str, settings: dict[str, Any]) -> Any:
     return model
 
 
+def _rewrite_as_mistral3(folder: Path) -> None:
+    """As published, and without 'tie_word_embeddings'."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"], config["tie_word_embeddings"]
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "vision_config": {"depth": 1},
+        "spatial_merge_size": 2,
+    }
+    path.write_text(json.dumps(outer | {"text_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    others = {"vision_tower.patch_conv.weight": torch.ones(2), "multi_modal_projector.norm.weight": torch.ones(3)}
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in tensors.items()} | others, folder / "model.safetensors"
+    )
+
+
 def _rewrite_as_text_part(folder: Path) -> None:
+    """Of a model that reads images, too, and predicts further tokens."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     (architecture,) = config.pop("architectures")

@@ -16,6 +16,7 @@ from parallel.layers.linear import ColumnParallel, RowParallel
 from parallel.layers.shard import HeadShard, ShardContext, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
 from tests.models.tiny_delta import FAMILIES as DELTA_FAMILIES
+from tests.models.tiny_families import FAMILIES as OTHERS
 from tests.plant import reference_kernels
 
 WIDE = {**TINY, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -24,6 +25,7 @@ FAMILIES = {
     "qwen2": {**TINY, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1},
     "qwen3": WIDE,
     **{family: TINY | delta | {"head_dim": 16} for family, delta in DELTA_FAMILIES.items()},
+    **{family: TINY | changes for family, changes in OTHERS.items()},
 }
 
 

@@ -236,7 +236,7 @@ import sys
 import torch
 torch.set_num_threads(1)
 from models import weights
-from models.config import ModelConfig
+from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank
 from tests.plant import reference_kernels
 

@@ -24,7 +24,8 @@ from tests.models.drafters.tiny_drafters import (
     nextn_tensors,
     write,
 )
-from tests.models.tiny_checkpoint import full_tensors
+from tests.models.tiny_checkpoint import TINY, full_tensors
+from tests.models.tiny_families import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import reference_kernels
 
@@ -53,6 +54,27 @@ def test_a_layer_under_deepseeks_names_guesses_as_the_oracle(tmp_path: Path, con
     folder = write(tmp_path, config, stored)
     read = load_model(config_from_dict(config), folder, collectives=SingleRank(), kernels=reference_kernels())
     compare_guesses(read, load_own_mtp(read, folder), config, mtp_tensors(config))
+
+
+def test_a_layer_of_glm_has_the_names_and_shapes_of_its_others(tmp_path: Path) -> None:
+    """Its tensors are those of the target's sparse layer, which the target reads under another number."""
+    config = TINY | FAMILIES["glm"]
+    stored = full_tensors(config_from_dict(config))
+    hidden, last = (
+        config["hidden_size"],
+        {name: one for name, one in stored.items() if name.startswith("model.layers.1.")},
+    )
+    stored |= {name.replace("layers.1.", "layers.2."): one.clone() for name, one in last.items()}
+    stored |= {f"model.layers.2.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    stored["model.layers.2.eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+    folder = write(tmp_path, config, stored)
+    read = load_model(config_from_folder(folder), folder, collectives=SingleRank(), kernels=reference_kernels())
+    (layer,), expected = load_own_mtp(read, folder).layers, dict(read.layers[1].named_parameters())
+    found = dict(layer.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
+    assert {"mlp.router.bias", "mixer.q_norm.weight", "mixer.qkv.weight_bias"} <= found.keys()
+    assert "mixer.output.weight_bias" not in found
 
 
 def test_a_drafters_folder_may_use_them_too(tmp_path: Path) -> None:
