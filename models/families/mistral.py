@@ -65,7 +65,7 @@ class Mistral(Llama):
         usual=_usual,
         more=_more,
     )
-    checkpoint_names: ClassVar = {part: _spellings(name) for part, name in Llama.checkpoint_names.items()}
+    checkpoint_names: ClassVar = {part: _spellings(str(name)) for part, name in Llama.checkpoint_names.items()}
     unused_tensors: ClassVar[tuple[str, ...]] = tuple(
         f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
