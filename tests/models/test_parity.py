@@ -231,7 +231,7 @@ MODELS |= {
     "phi3": (
         "Phi3",
         {"vocab_size": 73, "hidden_size": 40, "intermediate_size": 36, "num_key_value_heads": 4, "pad_token_id": 0}
-        | {"rope_parameters": DEFAULT},
+        | {"rope_parameters": DEFAULT, "sliding_window": 8},
     ),
     "phi4-longrope": (
         "Phi3",
