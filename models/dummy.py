@@ -41,8 +41,8 @@ class DummyTensor:
         return piece
 
     def fill(self, target: Tensor, ranges: tuple[slice, ...], scale: float = 1.0) -> None:
-        """Write the piece at ``ranges``, divided by ``scale``, into ``target``, which has its shape, in steps that need
-        little memory."""
+        """Write the piece at ``ranges``, divided by ``scale``, into ``target``, which has its shape but for dims that
+        it cuts in several, in steps that need little memory."""
         if len(ranges) == 1:
             target.copy_(self._values(ranges) / scale)
             return
@@ -50,7 +50,8 @@ class DummyTensor:
         step = max(1, _CHUNK // max(1, math.prod(r.stop - r.start for r in rest)))
         for start in range(first.start, first.stop, step):
             stop = min(start + step, first.stop)
-            target[start - first.start : stop - first.start].copy_(self._values((slice(start, stop), *rest)) / scale)
+            part = target[start - first.start : stop - first.start]
+            part.copy_((self._values((slice(start, stop), *rest)) / scale).view(part.shape))
 
     def _values(self, ranges: tuple[slice, ...]) -> Tensor:
         """In the shape of ``ranges``. A row is what the last dim runs over; rows are numbered as if they lay in one

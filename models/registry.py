@@ -21,7 +21,9 @@ from models.config import (
     read_json_object,
     token_ids,
 )
+from models.families.gemma3 import Gemma3
 from models.families.glm4_moe import Glm4Moe
+from models.families.gpt_oss import GptOss
 from models.families.hy_v3 import HYV3
 from models.families.llama import Llama
 from models.families.minimax_m2 import MiniMaxM2
@@ -40,6 +42,9 @@ from models.layers.decoder import Decoder
 _LONGEST = 1000  # characters of keys in an error
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
+    "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,

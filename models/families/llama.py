@@ -7,7 +7,7 @@ Knows: the architecture's layers and its checkpoint names. Does not know: how a 
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -24,7 +24,7 @@ from parallel.layers.shard import HeadShard
 
 
 class Llama(Decoder):
-    checkpoint_names: ClassVar = {
+    checkpoint_names: ClassVar[dict[str, Any]] = {
         "embedding": "model.embed_tokens",
         "layers.{}.mixer.norm": "model.layers.{}.input_layernorm",
         "layers.{}.mixer.qkv.q": "model.layers.{}.self_attn.q_proj",

@@ -41,10 +41,19 @@ class DecoderLayer(nn.Module):
     """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it.
 
     Either half may be None: there are families whose blocks have one of the two. Raises ValueError without both.
+    ``mixer_post``, ``mlp_post``: norms of what a half adds (sandwich norms).
     """
 
-    def __init__(self, mixer: Mixer[Any] | None, mlp: GatedMLP | Relu2MLP | SparseMLP | None) -> None:
+    def __init__(
+        self,
+        mixer: Mixer[Any] | None,
+        mlp: GatedMLP | Relu2MLP | SparseMLP | None,
+        *,
+        mixer_post: RMSNorm | None = None,
+        mlp_post: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
+        self.mixer_post, self.mlp_post = mixer_post, mlp_post
         if mixer is None and mlp is None:
             raise ValueError("a layer without mixer and MLP does nothing")
         self.mixer = mixer
@@ -70,13 +79,25 @@ class DecoderLayer(nn.Module):
     def halves(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Half]:
         """What ``forward`` calls one after the other: whoever does so alone holds no ``x`` that is no longer needed."""
         if (mixer := self.mixer) is not None:
-            yield lambda x_TN, residual_TN: mixer(x_TN, residual_TN, inputs, cache, wanted_R)
+            yield _before(self.mixer_post, lambda x_TN, residual_TN: mixer(x_TN, residual_TN, inputs, cache, wanted_R))
         if isinstance(mlp := self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
-            yield lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
+            yield _before(self.mlp_post, lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows))
         elif mlp is not None:
-            yield mlp
+            yield _before(self.mlp_post, mlp)
+
+
+def _before(post: RMSNorm | None, half: Half) -> Half:
+    """``half``, and then the norm of what it adds."""
+    if post is None:
+        return half
+
+    def normed(x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
+        x_TN, residual_TN = half(x_TN, residual_TN)
+        return post.add(x_TN, None)[0], residual_TN
+
+    return normed
 
 
 class Decoder(CheckpointParts):

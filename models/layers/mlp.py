@@ -16,10 +16,15 @@ from parallel.layers.linear import ColumnParallel, GateUpParallel, RowParallel
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) of the normed input, [T, N] -> [T, N]; optional biases."""
+    """down(silu(gate(x)) * up(x)) of the normed input, [T, N] -> [T, N]; optional biases. ``gelu``: GELU in place of
+    SiLU (Hendrycks & Gimpel 2016), in its approximation by tanh.
+    """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, bias: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, bias: bool = False, gelu: bool = False
+    ) -> None:
         super().__init__()
+        self.gelu = gelu
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.kernels = context.kernels
         self.norm = norm
@@ -29,6 +34,9 @@ class GatedMLP(nn.Module):
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
         gate_up, down = self.gate_up, self.down
+        if self.gelu:
+            gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight)
+            return down(self.kernels.gelu_mul(gate_up_T2I)), residual_TN
         if gate_up.weight.bias is None and len(residual_TN) > LARGE_STEP:
             normed_TN, residual_TN = self.norm.add(x_TN, residual_TN)
             part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.own)

@@ -46,7 +46,8 @@ class SparseMLP(nn.Module):
         beside = _shared_beside(experts, context)
         self.routing = _sigmoid_routing(experts, beside)
         self.norm = norm
-        self.router = Router(experts.count, hidden, context, bias=self.routing is not None)
+        biases = experts.limit is not None
+        self.router = Router(experts.count, hidden, context, bias=self.routing is not None, logit_bias=biases)
         latent = experts.latent_size
         self.to_latent = Replicated(hidden, latent, context) if latent else None
         self.from_latent = Replicated(latent, hidden, context) if latent else None
@@ -59,7 +60,9 @@ class SparseMLP(nn.Module):
             split=context.experts,
             gated=experts.activation == "swiglu",
             shared=beside,
+            biases=biases,
         )
+        self.activation = {"limit": experts.limit} if biases else {}
         self.shared = None if beside else _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
@@ -111,8 +114,9 @@ class SparseMLP(nn.Module):
     def _terms(self, hidden_TN: Tensor, weights_TC: Tensor, local_TC: Tensor) -> Tensor:
         """What this rank's experts add to the sum."""
         experts = self.experts
+        count = experts.experts + experts.shared
         return self.kernels.expert_mlp(
-            hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=experts.experts + experts.shared
+            hidden_TN, experts.gate_up, experts.down, weights_TC, local_TC, all_experts=count, **self.activation
         )
 
 

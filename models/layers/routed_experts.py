@@ -29,6 +29,9 @@ class RoutedExperts:
     scores for the choice only, which is among the experts of the best ``top_groups`` of ``groups`` groups, and weights
     are multiplied by ``scale``. ``latent_size``: routed experts read and write vectors of this size, between
     two projections; 0: hidden states themselves.
+
+    ``limit``: gpt-oss's form of "swiglu", (clamp(up, -limit, limit) + 1) g sigmoid(1.702 g) with g = min(gate, limit).
+    Experts and router have biases then.
     """
 
     count: int
@@ -44,6 +47,7 @@ class RoutedExperts:
     top_groups: int = 1
     scale: float = 1.0
     latent_size: int = 0
+    limit: float | None = None
 
 
 def softmax_experts(

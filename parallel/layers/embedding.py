@@ -7,6 +7,7 @@ Shape letters: T tokens, R rows that need logits, N hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from parallel.comm.collectives import Collectives
@@ -15,16 +16,21 @@ from parallel.layers.weight import Weight
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if ranks are several."""
+    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if ranks are several.
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext):
+    ``scale``, rounded to the dtype, multiplies it.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext, scale: float = 1.0):
         super().__init__()
+        self.scale = float(torch.tensor(scale, dtype=placement.dtype, device="cpu"))
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
         self.weight = _vocab_weight(self.vocab, hidden_size, placement)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        return _rows(self.weight, self.vocab, token_ids_T, self.placement)
+        rows_TN = _rows(self.weight, self.vocab, token_ids_T, self.placement)
+        return rows_TN if self.scale == 1.0 else rows_TN * self.scale
 
     def shards(self) -> dict[str, Shard]:
         return rows_of("", self.weight.rows(0, self.vocab.rows), self.vocab.vocab_size, self.vocab.start)

@@ -49,19 +49,22 @@ class ExpertSplit:
 class Router(ShardedModule):
     """The router's matrix [E, N]; every rank holds it in full, so that all ranks route alike.
 
-    ``bias``: with what corrects scores for the choice, float32 [E] (float64 where parameters are).
+    ``bias``: with what corrects scores for the choice, float32 [E] (float64 where parameters are). ``logit_bias``: with
+    a bias of the product.
     """
 
-    def __init__(self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False) -> None:
+    def __init__(
+        self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False, logit_bias: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = placement.weight(experts, hidden, fixed=True)
+        self.weight = placement.weight(experts, hidden, bias=logit_bias, fixed=True)
         self.bias: nn.Parameter | None = None
         if bias:
             wide = torch.promote_types(placement.dtype, torch.float32)
             self.bias = nn.Parameter(torch.empty(experts, dtype=wide), requires_grad=False)
 
     def shards(self) -> dict[str, Shard]:
-        found = {"weight": whole(self.weight.data)}
+        found = {kind: whole(tensor) for kind, tensor in self.weight.tensors}
         if self.bias is not None:
             found["e_score_correction_bias"] = whole(self.bias)
         return found
@@ -75,7 +78,8 @@ class ExpertWeights(ShardedModule):
     ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
     ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
-    every rank has a share of each expert, and without a gate.
+    every rank has a share of each expert, and without a gate. ``biases``: both matrices have one [G, ...]; that of
+    down is added on one rank. Checkpoints of such experts have them transposed, gate and up column by column.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
@@ -92,6 +96,7 @@ class ExpertWeights(ShardedModule):
         split: ExpertSplit,
         gated: bool = True,
         shared: int = 0,
+        biases: bool = False,
     ) -> None:
         super().__init__()
         if shared and (split.whole or gated):
@@ -115,11 +120,14 @@ class ExpertWeights(ShardedModule):
             self.share = even_share("intermediate features of an expert", intermediate, placement.size)
             self.start = placement.rank * self.share
         padded = -(-self.share // placement.kernels.expert_tile) * placement.kernels.expert_tile
-        self.gate_up = placement.weight(len(self.held) + shared, (2 if gated else 1) * padded, hidden)
-        self.down = placement.weight(len(self.held) + shared, hidden, padded)
+        self.gate_up = placement.weight(len(self.held) + shared, (2 if gated else 1) * padded, hidden, bias=biases)
+        self.down = placement.weight(len(self.held) + shared, hidden, padded, bias=biases)
         if padded > self.share:
-            for weight in (self.gate_up, self.down):
-                weight.data.zero_()
+            for _, tensor in (*self.gate_up.tensors, *self.down.tensors):
+                tensor.zero_()
+        self.adds_bias = split.whole or placement.rank == 0
+        if self.down.bias is not None and not self.adds_bias:
+            self.down.bias.zero_()
         self.up = padded if gated else 0  # first row of up in gate_up
         number = {expert: local for local, expert in enumerate(self.held)}
         numbers = [number.get(expert, -1) for expert in range(experts)]
@@ -149,6 +157,8 @@ class ExpertWeights(ShardedModule):
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         """Three matrices an expert, two without a gate. Other ranks' experts have empty shards."""
+        if self.gate_up.bias is not None:
+            return self._transposed()
         found: dict[str, Shard | ScatteredShard] = {**self._shared()}
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
@@ -163,7 +173,32 @@ class ExpertWeights(ShardedModule):
     def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
         """Matrices of each expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I], or
         [E, all I, N] without a gate."""
-        return self.shards(), self._fused()
+        return (self.shards(),) if self.gate_up.bias is not None else (self.shards(), self._fused())
+
+    def _transposed(self) -> dict[str, Shard | ScatteredShard]:
+        """[E, N, 2 * all I] and [E, all I, N], with biases [E, 2 * all I] and [E, N]; columns 2i and 2i + 1 are gate
+        and up of feature i. Reads only the held experts."""
+        hidden, share, total, count = self.down.outputs, self.share, self.intermediate, len(self.held)
+        features, both = slice(self.start, self.start + share), slice(2 * self.start, 2 * (self.start + share))
+        up_bias, down_bias, whole_N = self.gate_up.bias, self.down.bias, slice(0, hidden)
+        assert up_bias is not None
+        assert down_bias is not None
+        first = self.gate_up.data.view(count, 2, -1, hidden)[:, :, :share].permute(0, 3, 2, 1)
+        targets = {
+            "gate_up_proj": ((hidden, 2 * total), (whole_N, both), first),
+            "gate_up_proj_bias": ((2 * total,), (both,), up_bias.view(count, 2, -1)[:, :, :share].mT),
+            "down_proj": ((total, hidden), (features, whole_N), self.down.data[:, :, :share].mT),
+            "down_proj_bias": ((hidden,), (whole_N,), down_bias if self.adds_bias else down_bias[:, :0]),
+        }
+        found: dict[str, Shard | ScatteredShard] = {}
+        for name, (shape, ranges, target) in targets.items():
+            ranges = ranges if target.numel() else (slice(0, 0), *ranges[1:])
+            pieces = [
+                Shard((self.experts, *shape), (slice(expert, expert + 1), *ranges), target[local : local + 1])
+                for local, expert in enumerate(self.held)
+            ]
+            found[name] = ScatteredShard(tuple(pieces))
+        return found
 
     def _fused(self) -> dict[str, ScatteredShard]:
         """Reads only the held experts of the fused tensors, one at a time."""

@@ -87,7 +87,7 @@ class ShardContext:
         return made
 
     def _weight(self, shape: tuple[int, ...], form: WeightFormat | None, bias: bool) -> Weight:
-        bias_O = self.parameter(shape[-2]) if bias else None
+        bias_O = self.parameter(*shape[:-1]) if bias else None
         if form is None:
             return Weight(self.parameter(*shape), plain(self.dtype), bias_O)
         data = nn.Parameter(torch.empty(shape, dtype=form.dtype), requires_grad=False)
@@ -97,7 +97,8 @@ class ShardContext:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``target`` (a view of a parameter) holds ``full[ranges]``, where ``full`` is one tensor of the checkpoint.
+    """``target`` (a view of a parameter) holds ``full[ranges]``, where ``full`` is one tensor of the checkpoint. It may
+    cut the last dim in two: columns that belong to two matrices in turn.
 
     ``centre`` is the mean of dummy weights: 1 for norms, 0 elsewhere. ``offset`` is added to what is loaded: a
     zero-centred norm's weight is kept as 1 + what the checkpoint has.
@@ -112,7 +113,7 @@ class Shard:
     def load(self, full: Sliceable) -> None:
         """Reads only this rank's piece and copies it, converting the dtype if needed."""
         if self.target.numel():
-            self.target.copy_(full[self.ranges])
+            self.target.copy_(full[self.ranges].reshape(self.target.shape))
             self.finish()
 
     def finish(self) -> None:

@@ -63,7 +63,7 @@ def block_of(name: str) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A matrix W of products x W^T (+ bias). ``data``: [outputs, inner], or [G, outputs, inner] of G experts; ``bias``:
-    [outputs]; ``scale``: float32, the grid of the format, with G in front likewise.
+    [outputs]; ``scale``: float32, the grid of the format; both with G in front likewise.
 
     ``parts``: rows in different formats, one part after another; ``data`` is empty then.
     """
@@ -118,7 +118,8 @@ class Weight:
 
     def matrix(self, expert: int) -> Weight:
         """One of the experts', sharing memory."""
-        return Weight(self.data[expert], self.format, None, None if self.scale is None else self.scale[expert])
+        bias, scale = (None if x is None else x[expert] for x in (self.bias, self.scale))
+        return Weight(self.data[expert], self.format, bias, scale)
 
     def rows(self, first: int, count: int) -> Weight:
         """Outputs [first, first + count), sharing memory. Raises ValueError where that cuts a block of scales."""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from models.config import ModelConfig, ModelConfigError, for_length
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
-from models.layers.rope import DefaultRope, Llama3Rope, YarnRope
+from models.layers.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from models.registry import config_from_dict, config_from_folder, model_class
 from tests.models.drafters.tiny_drafters import dflash_config, eagle3_config, mtp_config
 from tests.models.tiny_checkpoint import TINY
@@ -430,6 +430,35 @@ def test_windows_of_mistral() -> None:
         tiny(**mistral, layer_types=["full_attention"])
     with pytest.raises(ValueError, match="'sliding_window' must be"):
         tiny(**mistral, sliding_window=2.5)
+
+
+def test_absent_keys_of_gpt_oss_are_the_oracles() -> None:
+    sizes = {key: value for key, value in TINY.items() if key not in ("head_dim", "rope_parameters", "rms_norm_eps")}
+    config = config_from_dict(sizes | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4})
+    assert config.experts is not None
+    assert (config.experts.per_token, config.experts.limit, config.experts.renormalise) == (4, 7.0, True)
+    assert (config.head_dim, config.attention_bias, config.rms_norm_eps) == (64, True, 1e-5)
+    assert config.rope == YarnRope(1.5e5, 32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
+    assert [spec.window for spec in config.attention] == [128, None]
+    assert all(spec.sinks for spec in config.attention)
+    with pytest.raises(ValueError, match="'swiglu_alpha' is 2"):
+        config_from_dict(sizes | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "swiglu_alpha": 2})
+
+
+def test_gemma_3_beside_images_says_little() -> None:
+    """As the published folders of 4B and larger ones do; the rest are the oracle's defaults."""
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "sliding_window": 1024}
+    scaled = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}
+    config = config_from_dict({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text | scaled})
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert (config.max_length, config.tied_embeddings) == (131072, True)
+    assert config.ropes == (LinearRope(1e6, 8.0), DefaultRope(1e4))
+    assert [spec.window for spec in config.attention] == [*[1024] * 5, None, 1024]
+    assert [spec.rope for spec in config.attention] == [1, 1, 1, 1, 1, 0, 1]
+    assert {spec.scale for spec in config.attention} == {1 / 16}
+    for key, value in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+        with pytest.raises(ValueError, match=f"{key!r} is {value}"):
+            config_from_dict({"architectures": ["Gemma3ForCausalLM"], **text, key: value})
 
 
 def test_sliding_window_that_no_layer_uses_is_fine() -> None:

@@ -80,6 +80,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 79, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "head_dim": 10}
         | {"rope_parameters": DEFAULT, "sliding_window": 6},
     ),
+    "gemma3": (
+        "Gemma3",
+        {"vocab_size": 73, "hidden_size": 28, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
+        | {"num_hidden_layers": 4, "sliding_window": 6, "query_pre_attn_scalar": 23}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": DEFAULT | {"rope_theta": 700.0}}},
+    ),
     "qwen2-linear": (
         "Qwen2",
         {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 20, "num_key_value_heads": 2}
@@ -124,6 +131,12 @@ MODELS |= {
         "Mixtral",
         {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 2}
         | {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": DEFAULT},
+    ),
+    "gptoss": (
+        "GptOss",
+        {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 6}
+        | {"rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 0.3},
     ),
     "nemotronh-dense": (
         "NemotronH",
@@ -244,7 +257,7 @@ MODELS |= {
         | {"attention_out_bias": True, "rope_parameters": DEFAULT},
     ),
 }
-TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe")  # the text part of a model for images, too
+TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3")  # the text part of a model for images, too
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")

@@ -19,7 +19,8 @@ from parallel.layers.weight import Weight
 
 class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
-    whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat)."""
+    whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat). ``biased``: with
+    biases or a clamped activation."""
 
     tokens: int
     choices: int
@@ -30,20 +31,30 @@ class ExpertCall(NamedTuple):
     inner: int
     loadable: bool
     blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
+    biased: bool = False
 
 
 def _call(
-    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+    x_TN: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    *,
+    all_experts: int,
+    limit: float | None = None,
 ) -> ExpertCall:
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
     loadable = blocks == (None, None) and grouped_tma.supports(gate_up.data, down.data)
     sizes = down.data.shape[0], down.outputs, gate_up.outputs, down.inner
-    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks)
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, gate_up.bias is not None)
 
 
 def _ragged(call: ExpertCall) -> str | None:
-    """Tensor cores need multiples of 16."""
+    """Tensor cores need multiples of 16; no kernel has biases and a clamped activation."""
+    if call.biased:
+        return "experts with biases and a clamped SwiGLU"
     if call.hidden % 16 == 0 and call.inner % 16 == 0:
         return None
     return f"a hidden size of {call.hidden} is no multiple of 16"

@@ -30,6 +30,11 @@ def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
     return F.silu(gate.float()).to(gate.dtype) * up
 
 
+def gelu_mul(gate_up_T2I: Tensor) -> Tensor:
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate="tanh").to(gate.dtype) * up
+
+
 def relu2(x_TI: Tensor) -> Tensor:
     return x_TI.relu().square()
 
@@ -124,6 +129,7 @@ ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),
     plain("relu2", relu2, INVARIANT),
+    plain("gelu_mul", gelu_mul, INVARIANT),
     composed("linear", linear, invariant=False),
     plain("router_logits", router_logits),
     plain("vocab_rows", vocab_rows, INVARIANT),

@@ -32,23 +32,40 @@ def route_top_k(
 
 
 def expert_mlp(
-    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+    ops: Ops,
+    x_TN: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    *,
+    all_experts: int,
+    limit: float | None = None,
 ) -> Tensor:
     """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
     out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
     for g in range(down.data.shape[0]):
         chosen_TC = local_TC == g
         weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g)) * weight_T1
+        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g), limit) * weight_T1
         out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
     return out_TN.to(x_TN.dtype)
 
 
-def one_expert(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def one_expert(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, limit: float | None = None) -> Tensor:
     """[T, N], of all tokens."""
     up_TX = linear(ops, x_TN, gate_up)
+    if limit is not None:
+        return linear(ops, clamped_swiglu(up_TX, limit), down)
     inner_TI = silu_mul(up_TX) if gate_up.outputs > down.inner else relu2(up_TX)
     return linear(ops, inner_TI, down)
+
+
+def clamped_swiglu(gate_up_T2I: Tensor, limit: float) -> Tensor:
+    """(up + 1) g sigmoid(1.702 g) with g = min(gate, limit) and up within +-limit (gpt-oss)."""
+    gate, up = gate_up_T2I.to(_wide(gate_up_T2I)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * (1.702 * gate).sigmoid()).to(gate_up_T2I.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

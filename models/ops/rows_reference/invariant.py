@@ -48,6 +48,11 @@ def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
     return one_by_one(dense.silu_mul, gate_up_T2I, out_TI)
 
 
+def gelu_mul(gate_up_T2I: Tensor) -> Tensor:
+    out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
+    return one_by_one(dense.gelu_mul, gate_up_T2I, out_TI)
+
+
 def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
     out_TO = x_TN.new_empty(x_TN.shape[0], weight.outputs)
     return one_by_one(lambda x_1N: dense.linear(ops, x_1N, weight), x_TN, out_TO)
@@ -175,7 +180,15 @@ def route_sigmoid(
 
 
 def expert_mlp(
-    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int
+    ops: Ops,
+    x_TN: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    weights_TC: Tensor,
+    local_TC: Tensor,
+    *,
+    all_experts: int,
+    limit: float | None = None,
 ) -> Tensor:
     """A token's experts in the order of its choices."""
     out_TN = torch.zeros(x_TN.shape, dtype=torch.promote_types(x_TN.dtype, torch.float32), device=x_TN.device)
@@ -183,7 +196,7 @@ def expert_mlp(
         x_1N = x_TN[token : token + 1].clone()
         for choice, expert in enumerate(chosen):
             if expert >= 0:
-                term_1N = experts.one_expert(ops, x_1N, gate_up.matrix(expert), down.matrix(expert))
+                term_1N = experts.one_expert(ops, x_1N, gate_up.matrix(expert), down.matrix(expert), limit)
                 out_TN[token] += term_1N[0] * weights_TC[token, choice]
     return out_TN.to(x_TN.dtype)
 
@@ -254,7 +267,7 @@ def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, s
             state[slot] = before
 
 
-_DENSE = rms_norm, silu_mul, router_logits, gated_add
+_DENSE = rms_norm, silu_mul, gelu_mul, router_logits, gated_add
 _OTHERS = decode_attention, route_top_k, route_sigmoid, causal_conv, gated_delta
 ROWS: tuple[Row, ...] = (
     *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, *_OTHERS)),

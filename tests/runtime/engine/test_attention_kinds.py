@@ -1,0 +1,69 @@
+"""Windows, sinks and experts of their families on the CPU twin: no bit of an answer depends on how it was computed.
+
+In chunks, after prefix hits and evictions, from draft tokens and trees; by kernels of the deterministic mode. Windows
+are shorter than prompts, and than a tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.tree import branching
+from tests.plant import invariant_kernels
+from tests.runtime.engine.replay_proposer import script_of
+from tests.runtime.engine.rig import rig
+from tests.runtime.engine.same_bits import CONDITIONS, answers, difference, plainly, questions
+from tests.runtime.engine.test_trees import KnownAnswers
+
+KINDS = ["sliding_attention", "full_attention"]
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    "gpt-oss": {"architectures": ["GptOssForCausalLM"], "sliding_window": 6, "swiglu_limit": 0.5}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma 3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 6, "layer_types": KINDS}
+    | {"query_pre_attn_scalar": 20},
+}
+EACH = pytest.mark.parametrize("model", MODELS)
+
+
+def exact(model: str) -> dict[str, Any]:
+    return {"kernels": invariant_kernels(), "shape": MODELS[model]}
+
+
+@pytest.mark.slow
+@EACH
+def test_chunks_prefix_hits_and_evictions_change_no_bit(model: str) -> None:
+    requests = questions(1)
+    expected = plainly(rig, requests, **exact(model))
+    for name, limits, counter in (CONDITIONS[2], CONDITIONS[3], CONDITIONS[4]):
+        with rig(**(limits | exact(model))) as engine:
+            found = answers(engine, requests)
+            assert engine.counters[counter] > 0, f"{name}: nothing was tried"
+        told = difference(found, expected)
+        assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
+
+
+@pytest.mark.slow
+@EACH
+def test_answers_from_trees_are_plain_answers(model: str) -> None:
+    requests = questions(1, count=3, longest=20)
+    expected = plainly(rig, requests, **exact(model))
+    script = script_of(requests, expected.tokens)
+    how: dict[str, Any] = {"proposer": branching(lambda parts: KnownAnswers(parts, script), 3), "tree": 7}
+    rule = Speculation(4, mixed_percent=100)
+    with rig(depth=2, rows=3, speculation=rule, blocks=60, max_prefill_tokens=12, **how, **exact(model)) as engine:
+        found = answers(engine, requests)
+        assert engine.counters["spec_num_accepted_tokens"] > engine.counters["spec_num_drafts"] / 2
+    told = difference(found, expected)
+    assert (told.flips, told.bits) == (0, 0), told
+
+
+@EACH
+def test_a_narrower_window_gives_other_answers(model: str) -> None:
+    requests = questions(1, count=2)
+    expected = plainly(rig, requests, **exact(model))
+    narrow = exact(model) | {"shape": MODELS[model] | {"sliding_window": 4}}
+    assert difference(plainly(rig, requests, **narrow), expected).bits > 0
