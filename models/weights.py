@@ -40,6 +40,7 @@ from models.registry import model_class
 from models.weights_header import quoted
 from parallel.comm.collectives import Collectives
 from parallel.layers.experts import ExpertSplit
+from parallel.layers.mxfp4 import Mxfp4Shard
 from parallel.layers.shard import ScatteredShard, Shard
 from parallel.layers.weight import WeightFormat, WeightPlan
 
@@ -134,7 +135,8 @@ def fill(
     shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
     shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
     stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
-    tensors = check_tensors(stored, shapes, copies, codes)
+    coded = {name for name, shard in shards.items() if isinstance(shard.pieces[0], Mxfp4Shard)}
+    tensors = check_tensors(stored, shapes, copies, {*codes, *coded})
     if at_load is not None:
         codes = codes_by_config(sketch.made, shards, at_load)
     model, plan = _allocate(make, device, planned(sketch.made, shards, codes))
@@ -224,7 +226,7 @@ def _pieces(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             mapped = 0
             while pending and mapped < MAPPED_BYTES:
                 piece = reader.get_slice(pending[0])
-                width = 1 if piece.get_dtype() == CODES else FLOAT_DTYPES[piece.get_dtype()].itemsize
+                width = FLOAT_DTYPES[piece.get_dtype()].itemsize if piece.get_dtype() in FLOAT_DTYPES else 1
                 mapped += math.prod(piece.get_shape()) * width
                 yield pending.popleft(), piece
                 del piece  # it would keep the mapping
@@ -234,7 +236,12 @@ def _load(file: Path, name: str, stored: Any, shard: Shard | ScatteredShard) -> 
     held = any(piece.target.numel() for piece in shard.pieces)
     if held and (stored.get_dtype() == CODES) != (shard.pieces[0].target.dtype == torch.float8_e4m3fn):
         raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, which its matrix does not hold")
-    shard.load(stored)
+    if isinstance(shard.pieces[0], Mxfp4Shard) and stored.get_dtype() != "U8":
+        raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, but MXFP4 codes and scales are U8")
+    try:
+        shard.load(stored)
+    except ValueError as error:
+        raise WeightsError(f"{file}: tensor {quoted(name)}: {error}") from error
     # Of the dtypes that may be asked for, only half precision cannot hold the range of the others.
     narrowed = shard.pieces[0].target.dtype == torch.float16 and stored.get_dtype() != "F16"
     if narrowed and not all(bool(torch.isfinite(piece.target).all()) for piece in shard.pieces):

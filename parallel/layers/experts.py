@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
+from parallel.layers.mxfp4 import BLOCK, Mxfp4Shard, Mxfp4Target
 from parallel.layers.shard import ScatteredShard, Shard, ShardContext, ShardedModule, divisors, even_share, whole
 
 
@@ -79,7 +80,8 @@ class ExpertWeights(ShardedModule):
     ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
     every rank has a share of each expert, and without a gate. ``biases``: both matrices have one [G, ...]; that of
-    down is added on one rank. Checkpoints of such experts have them transposed, gate and up column by column.
+    down is added on one rank. Checkpoints of such experts have them transposed, or as MXFP4 codes, gate and up in
+    turn.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
@@ -173,7 +175,29 @@ class ExpertWeights(ShardedModule):
     def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
         """Matrices of each expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I], or
         [E, all I, N] without a gate."""
-        return (self.shards(),) if self.gate_up.bias is not None else (self.shards(), self._fused())
+        return self.shards(), self._fused() if self.gate_up.bias is None else self._mxfp4()
+
+    def _mxfp4(self) -> dict[str, Shard | ScatteredShard]:
+        """Codes [E, outputs, inner / 32, 16] and scales [E, outputs, inner / 32] of both matrices, and their biases."""
+        hidden, share, total = self.down.outputs, self.share, self.intermediate
+        found = {name: shard for name, shard in self._transposed().items() if name.endswith("_bias")}
+        features = slice(2 * self.start, 2 * (self.start + share))
+        blocks = slice(self.start // BLOCK, -(-(self.start + share) // BLOCK))
+        targets = {
+            "gate_up_proj": ((2 * total, hidden // BLOCK), (features, slice(0, hidden // BLOCK)), 0),
+            "down_proj": ((hidden, total // BLOCK), (slice(0, hidden), blocks), self.start % BLOCK),
+        }
+        for name, (shape, ranges, first) in targets.items():
+            codes, scales = [], []
+            for local, expert in enumerate(self.held):
+                gate_up = self.gate_up.data[local].view(2, -1, hidden)[:, :share].transpose(0, 1)
+                part = (gate_up if name == "gate_up_proj" else self.down.data[local, :, :share]).unsqueeze(0)
+                into, here = Mxfp4Target(part, first), (slice(expert, expert + 1), *ranges)
+                shapes = (self.experts, *shape), (self.experts, *shape, BLOCK // 2)
+                codes.append(Mxfp4Shard(shapes[1], (*here, slice(0, BLOCK // 2)), part, into=into))
+                scales.append(Mxfp4Shard(shapes[0], here, part, into=into, scales=True))
+            found |= {f"{name}_blocks": ScatteredShard(tuple(codes)), f"{name}_scales": ScatteredShard(tuple(scales))}
+        return found
 
     def _transposed(self) -> dict[str, Shard | ScatteredShard]:
         """[E, N, 2 * all I] and [E, all I, N], with biases [E, 2 * all I] and [E, N]; columns 2i and 2i + 1 are gate
