@@ -19,6 +19,7 @@ from runtime.engine import Engine
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.client import EngineClient, EngineStopped, PromptRequest
 from runtime.frontend.outputs import Delta, RequestOutput
+from runtime.frontend.structured import structured
 from runtime.frontend.validation import RequestError
 from runtime.schedule.request import FinishReason, SamplingParams
 
@@ -39,4 +40,5 @@ __all__ = [
     "SlotError",
     "complete",
     "open_engine",
+    "structured",
 ]

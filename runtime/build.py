@@ -40,7 +40,9 @@ from runtime.execute.launch_spec import exchange_buckets
 from runtime.execute.result_reader import StepTiming
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.memory import ExecutorConfig
+from runtime.frontend.tokenizer import tokenizer_json
 from runtime.gc_freeze import freeze_heap
+from runtime.grammar import Grammars
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
@@ -115,7 +117,9 @@ def build_engine(
         check_model(config, model, limits)
         sizes = _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size)
         sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
-        executor = _executor(config, sizes, opened, model, observe, ranges, compiling)
+        tokenizer = partial(tokenizer_json, config.model)
+        grammars = Grammars(tokenizer, served.vocab_size, served.eos_token_ids)
+        executor = _executor(config, sizes, opened, model, observe, ranges, compiling, grammars)
     except BaseException:
         opened.close()
         raise
@@ -197,6 +201,7 @@ def _executor(
     observe: StepObserver,
     ranges: Ranges | None,
     compiling: Progress | None,
+    grammars: Grammars,
 ) -> Executor:
     """Load the drafter, size the memory, capture the graphs."""
     began, proposer = time.perf_counter(), None
@@ -211,6 +216,7 @@ def _executor(
         sizes,
         proposer=proposer,
         compiling=compiling,
+        grammars=grammars,
         on_timing=observe.on_timing if observe.timed else None,
         stage_range=around(ranges, "stage"),
         land_range=partial(around, ranges),

@@ -180,6 +180,10 @@ class Engine:
         events: Sequence[Event] = decode_events(agreed, self._announced.popleft() if self._announced else None)
         if self._router is not None:
             events = self._router.mine(events)
+        grammars = self.executor.grammars
+        for event in events:
+            if isinstance(event, Admit) and event.request.sampling.grammar and grammars is not None:
+                grammars.begin(event.request.sampling.grammar)
         return tuple(finished for event in events for finished in self.scheduler.submit(event))
 
     def _resolve(self, turn: int, plan: StepPlan | None) -> LaunchSpec | None:

@@ -16,7 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from launch.api.json_weight import too_heavy
-from launch.api.schema import ChatFields, CompletionFields
+from launch.api.schema import ChatFields, CompletionFields, SamplingFields
+from runtime.frontend.structured import of_response_format, of_structured_outputs
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
 from runtime.schedule.request import MAX_CHOICES, MAX_TOP_LOGPROBS
 
@@ -31,12 +33,6 @@ REFUSED: Final[Neutral] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers only; this one is fast
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "regex": (),
     "ebnf": (),
     "json_schema": (),
@@ -144,8 +140,31 @@ def chat_logprobs(body: ChatFields) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
+def grammar_of(body: SamplingFields, tokenizer: Tokenizer | None) -> str:
+    """Of response_format, structured_outputs, or one of vLLM's older names for it; "" without any."""
+    added = added_tokens(tokenizer)
+    older = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+    asked = {name: getattr(body, name, None) for name in ("response_format", "structured_outputs", *older)}
+    made = {}
+    for name, value in asked.items():
+        if name == "response_format":
+            grammar = of_response_format(value, added)
+        else:
+            given = {older[name]: value} if name in older and value is not None else value
+            grammar = of_structured_outputs(given, name, added)
+        if grammar:
+            made[name] = grammar
+    if len(made) > 1:
+        raise RequestError(f"{' and '.join(made)} are set, but an answer has one form: send one of them", [*made][-1])
+    return next(iter(made.values()), "")
+
+
 def as_sent(error: RequestError, body: object) -> RequestError:
-    """The same of the field that the client sent: a chat's max_tokens has two names."""
+    """The same of the field that the client sent: a chat's max_tokens has two names, a grammar several."""
+    if error.field == "grammar":
+        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+        sent = next((name for name in names if getattr(body, name, None)), "guided_grammar")
+        return RequestError(f"{sent}: {error}", sent)
     if error.field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return RequestError(str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens")
     return error

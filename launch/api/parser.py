@@ -23,6 +23,7 @@ from launch.api.body_rules import (
     Prompt,
     as_sent,
     chat_logprobs,
+    grammar_of,
     plain_messages,
     prompts_of,
     refuse,
@@ -44,9 +45,10 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.prompt_text import prompt_ids
-from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.tokenizer import Tokenizer, grammars_of
 from runtime.frontend.validation import (
     RequestError,
+    checked_grammar,
     checked_priority,
     checked_prompt,
     checked_sampling,
@@ -141,6 +143,7 @@ class RequestParser:
         self._max_tokens = max_tokens
         self._base_seed = base_seed
         self._model_name = model_name
+        self._grammars = grammars_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._decode_peek = msgspec.json.Decoder(LinePeek).decode
 
     def peek(self, number: int, data: bytes) -> Peeked:
@@ -239,7 +242,12 @@ class RequestParser:
         said = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
         if fields.bad_words:
             said = replace(said, bad_words_token_ids=bad_words_token_ids(fields.bad_words, self._tokenizer))
+        said = replace(said, grammar=grammar_of(fields, self._tokenizer))
         sampling = checked_sampling(said, self._model.vocab_size)
+        try:
+            checked_grammar(sampling, self._grammars)
+        except RequestError as error:
+            raise as_sent(error, fields) from None
         stop_ids_of(sampling, self._model.eos_token_ids)
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")

@@ -41,6 +41,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     cache_salt: str | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
 
 
 class SimpleLine(SamplingFields, kw_only=True):
@@ -67,6 +69,11 @@ class Body(SamplingFields, kw_only=True):
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    # vLLM's older names of structured_outputs.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     # Whatever they hold, no answer depends on it: no objects are made of them.
     user: msgspec.Raw = msgspec.Raw()
     metadata: msgspec.Raw = msgspec.Raw()
@@ -83,12 +90,6 @@ class Body(SamplingFields, kw_only=True):
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     logits_processors: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
@@ -185,14 +186,18 @@ class LinePeek(msgspec.Struct):
 
 
 # Fields that have another form here than in SamplingParams, or none at all in one of the two.
-_CONVERTED = {"max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "priority"}
+_CONVERTED = {
+    "max_tokens", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "priority",
+    "response_format", "structured_outputs",
+}  # fmt: skip
 _COPIED = tuple(name for name in SamplingFields.__struct_fields__ if name not in _CONVERTED)
 
 
 def sampling_params(
     fields: SamplingFields, defaults: SamplingParams, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """What the line says, and ``defaults`` where it says nothing, but for bad_words, which need a tokenizer.
+    """What the line says, and ``defaults`` where it says nothing, but for bad_words and what makes a grammar, which
+    need a tokenizer.
 
     Ranges are not checked here. Raises RequestError for an empty cache_salt.
     """

@@ -19,6 +19,7 @@ from launch.api.body_rules import (
     Prompt,
     as_sent,
     chat_logprobs,
+    grammar_of,
     plain_messages,
     prompts_of,
     score_prompts,
@@ -29,16 +30,18 @@ from launch.serve.bodies import ChatBody, CompletionBody, TokenizeBody, refuse_u
 from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.parsers.deltas import Tools
 from launch.serve.parsers.reader import named
-from launch.serve.parsers.table import REASONING
+from launch.serve.parsers.table import HARMONY, REASONING
 from launch.serve.settings import ServerSettings
 from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
 from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, prompt_ids
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
-from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.structured import after_reasoning
+from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import (
     RequestError,
+    checked_grammar,
     checked_priority,
     checked_prompt,
     checked_sampling,
@@ -98,6 +101,7 @@ class RequestBuilder:
         self._settings = settings
         self._ready = ready
         self._tokenizer = tokenizer
+        self._grammars = grammars_of(tokenizer, ready.vocab_size, ready.eos_token_ids)
         self._chat = chat
 
     def completion(self, body: CompletionBody) -> Asked:
@@ -266,7 +270,10 @@ class RequestBuilder:
             said = sampling_params(body, self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.bad_words:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
+            if grammar := grammar_of(body, self._tokenizer):
+                said = replace(said, grammar=self._after_reasoning(grammar, prompts[0].text or "") if chat else grammar)
             sampling = checked_sampling(said, self._ready.vocab_size)
+            checked_grammar(sampling, self._grammars)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
             if given is not None:
@@ -304,6 +311,16 @@ class RequestBuilder:
             scored,
             token_ids=bool(body.return_token_ids),
         )
+
+    def _after_reasoning(self, grammar: str, prompt: str) -> str:
+        """``grammar`` for what follows the reasoning, of which ``prompt`` has the beginning, or all, or nothing."""
+        name, prompt = self._settings.reasoning_parser, prompt.rstrip()
+        if name == HARMONY:
+            raise RequestError(f"an answer of {name} cannot be constrained", "grammar")
+        if not (marks := REASONING.get(name, "")) or prompt.endswith(named(marks[1])):
+            return grammar
+        first, last = map(named, marks)
+        return after_reasoning(grammar, first, last, added_tokens(self._tokenizer), begun=prompt.endswith(first))
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """What the template is told of tools; none where the model may not call any."""

@@ -42,6 +42,7 @@ from runtime.execute.step.graphs import RowGraphs
 from runtime.execute.step.memory import ExecutorConfig, MakeRole, Role, StepParts, Trial
 from runtime.execute.step.packed_step import PackedStep
 from runtime.execute.step.row_step import RowStep
+from runtime.grammar import Grammars
 from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Executor:
 
     ``further_roles`` are asked first whether they run a plan. With a ``proposer``, decode steps may have the limits'
     width and the config's narrower ones, and the tables keep the tokens of every slot. ``compiling`` is called with the
-    number of kernels that are compiled and of those that will be, several times from 0.
+    number of kernels that are compiled and of those that will be, several times from 0. ``grammars``: None: requests
+    with one end with an error.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Executor:
         further_roles: Sequence[MakeRole] = (),
         proposer: MakeProposer | None = None,
         compiling: Callable[[int, int], None] | None = None,
+        grammars: Grammars | None = None,
         on_timing: Callable[[StepTiming], None] | None = None,
         stage_range: AbstractContextManager[object] | None = None,
         land_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -95,6 +98,7 @@ class Executor:
         self._stage_range = stage_range or nullcontext()
         self._model, limits = model, config.limits
         self._make_proposer = proposer
+        self.grammars = grammars
         self._compiling = compiling
         self._further_roles = further_roles
         self._widths = widths = () if proposer is None else (limits.width, *config.narrower)
@@ -129,6 +133,7 @@ class Executor:
             vocab_size=self._model.config.vocab_size,
             late_bytes=int(device.memory_info().total * LATE_TABLES_SHARE),
             history=0 if self._make_proposer is None else limits.max_model_len + limits.width,
+            grammars=self.grammars,
         )
         decode_tokens = (max_rows * limits.window if config.mixed_windows else max_rows) if config.mixed else 0
         most_tokens = limits.max_prefill_tokens + decode_tokens
@@ -355,6 +360,8 @@ class Executor:
             self.results.close()
         finally:
             self.device.close()
+            if self.grammars is not None:
+                self.grammars.close()
 
     # ---- before the first step ----
 

@@ -43,6 +43,9 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
     packed: dict[str, _Array] = {}
     if plan.slot_writes:
         _pack_slots(packed, plan, tables)
+    if plan.constrained:
+        for feature in tables.features:
+            packed |= feature.constrain(plan.constrained)
     if plan.slot_updates:
         _pack_updates(packed, plan, tables)
     if plan.block_writes:

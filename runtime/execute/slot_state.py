@@ -35,6 +35,7 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.slots.feature import SlotFeature
 from runtime.execute.slots.features import FEATURES
+from runtime.grammar import Grammars
 from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
@@ -136,8 +137,9 @@ class SlotTables:
 
     last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. ``features``:
     one of each, over ``vocab_size`` ids; one with more than ``late_bytes`` of late tables makes them when the first
-    request needs it (None: no limit). ``history_SL`` int32 [slots, history]: the tokens of each slot's sequence by
-    position, where proposers ask for it (``history`` positions, 0: None); past its length it means nothing.
+    request needs it (None: no limit). ``grammars``: compiles those of requests. ``history_SL`` int32 [slots, history]:
+    the tokens of each slot's sequence by position, where proposers ask for it (``history`` positions, 0: None); past
+    its length it means nothing.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class SlotTables:
         stop_ids: int = MAX_STOP_TOKEN_IDS,
         late_bytes: int | None = None,
         history: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.slots = max_requests + 1
         self.max_blocks = max_blocks
@@ -160,6 +163,7 @@ class SlotTables:
         self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
         self.features = [make(device, self.slots, vocab_size) for make in FEATURES]
         for feature in self.features:
+            feature.grammars = grammars
             if late_bytes is None or feature.late_bytes <= late_bytes:
                 feature.need()
         self.history_SL = device.zeros(self.slots, history, dtype=torch.int32) if history else None

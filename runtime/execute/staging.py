@@ -228,7 +228,7 @@ class Staging:
             raise RuntimeError(f"step {spec.plan.step} is staged, but step {self._unapplied} was not applied")
         plan, row_map = spec.plan, (spec.role, spec.shape.rows)
         mapped = self._mapped.get(row_map)
-        tables_change = plan.slot_writes or plan.slot_updates or plan.block_writes or plan.copies
+        tables_change = plan.slot_writes or plan.slot_updates or plan.block_writes or plan.copies or plan.constrained
         if mapped is plan.slots and plan.kind is StepKind.DECODE and not tables_change:
             return None  # as in most decode steps
         packed = pack(spec, self._tables, mapped, self.max_rows)

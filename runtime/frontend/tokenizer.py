@@ -15,6 +15,7 @@ from typing import Final
 import tokenizers
 
 from runtime.frontend.tokenizer_files import TokenizerError, TokenizerFiles
+from runtime.grammar import Grammars
 
 _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
@@ -75,6 +76,10 @@ class Tokenizer:
     def if_any(cls, folder: str | Path) -> Tokenizer | None:
         """``from_folder``, or None for a folder without tokenizer.json. Raises TokenizerError for a broken one."""
         return cls.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
+
+    def to_json(self) -> str:
+        """As tokenizer.json, completed."""
+        return str(self._backend.to_str())
 
     @property
     def vocab_size(self) -> int:
@@ -176,6 +181,22 @@ class Tokenizer:
         if last in self.byte_ids or self._backend.decode(tail, skip_special_tokens=True).endswith(_REPLACEMENT):
             return []
         return tail
+
+
+def tokenizer_json(folder: str | Path) -> str | None:
+    """``Tokenizer.to_json`` of a model's folder; None without a tokenizer."""
+    tokenizer = Tokenizer.if_any(folder)
+    return None if tokenizer is None else tokenizer.to_json()
+
+
+def added_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """Ids of the tokens that no other tokens spell."""
+    return {} if tokenizer is None else {text: i for i, text in tokenizer.added_ids.items()}
+
+
+def grammars_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+    """Grammars over a tokenizer, for a model's ids."""
+    return Grammars(lambda: None if tokenizer is None else tokenizer.to_json(), vocab_size, eos_token_ids)
 
 
 class ByteDetokenizer:

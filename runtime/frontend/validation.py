@@ -18,11 +18,13 @@ from operator import attrgetter
 from typing import Any, Final
 
 from runtime.frontend.engine_protocol import ModelFacts
+from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import (
     ABOVE_0,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_GRAMMAR_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_SALT_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
@@ -88,6 +90,8 @@ def checked_session(request: Request, quantum: int, model: ModelFacts) -> Checke
     checked = checked_request(request, model)
     if checked.sampling.n != 1:
         raise RequestError(f"n is {checked.sampling.n}, but a session has one answer: fork the session")
+    if checked.sampling.grammar:
+        raise RequestError("a session has no grammar: send a request instead", "grammar")
     return checked
 
 
@@ -154,6 +158,9 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         name = "cache_salt"
         if len(checked_text(name, sampling.cache_salt)) > MAX_SALT_CHARACTERS:
             raise RequestError(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters: send a digest of it")
+        name = "grammar"
+        if len(checked_text(name, sampling.grammar)) > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(f"the grammar has more than {MAX_GRAMMAR_CHARACTERS} characters: send a shorter one")
         name = "ignore_eos"
         if not isinstance(sampling.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {_shown(sampling.ignore_eos)}, but must be True or False")
@@ -165,6 +172,16 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         error.field = name
         raise
     return replace(sampling, **plain)
+
+
+def checked_grammar(sampling: SamplingParams, grammars: Grammars) -> None:
+    """Compiles its grammar, if it has one. Raises RequestError for one that cannot be used, or that takes too much
+    work."""
+    if sampling.grammar:
+        try:
+            grammars.check(sampling.grammar)
+        except GrammarError as error:
+            raise RequestError(str(error), "grammar") from None
 
 
 def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:
@@ -211,8 +228,10 @@ def is_unicode(text: str) -> bool:
 
 
 def stop_ids_of(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Everything that ends a request on the device, each once. Raises RequestError when a slot cannot hold them."""
-    ids = tuple(dict.fromkeys((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids)))
+    """Everything that ends a request on the device, each once: with a grammar eos ids, too, even if they are ignored,
+    since they end a text that nothing can follow. Raises RequestError when a slot cannot hold them."""
+    ignored = sampling.ignore_eos and not sampling.grammar
+    ids = tuple(dict.fromkeys((*(() if ignored else eos_token_ids), *sampling.stop_token_ids)))
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"{len(ids)} stop token ids, the model's {len(eos_token_ids)} eos ids included, but at most "

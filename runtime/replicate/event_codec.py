@@ -26,6 +26,7 @@ from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend
 from runtime.schedule.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_SALT_CHARACTERS,
     NUMBERS,
@@ -70,6 +71,7 @@ class _Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     allowed_token_ids: tuple[_Token, ...]
     bad_words_token_ids: Annotated[tuple[_BadWord, ...], Meta(max_length=MAX_BAD_WORDS)]
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -163,7 +165,7 @@ def most_bytes(event: Event) -> int:
         + _TOKEN_BYTES * len(request.prompt_token_ids)
         + _ID_BYTES * (ids + sum(1 + len(word) for word in sampling.bad_words_token_ids))
         + _BIAS_BYTES * len(sampling.logit_bias)
-        + sum(5 + 4 * len(text) for text in (*sampling.stop, sampling.cache_salt))
+        + sum(5 + 4 * len(text) for text in (*sampling.stop, sampling.cache_salt, sampling.grammar))
     )
 
 

@@ -6,6 +6,8 @@ Does not know: when a request is admitted, or whether it fits (planner.py).
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from runtime.schedule import prefix, reservation, session_rules
 from runtime.schedule.blocks import root_of
 from runtime.schedule.ledger import Ledger
@@ -22,6 +24,8 @@ def arrive(ledger: Ledger, request: Request, quantum: int = 0, *, keep: bool = F
     ledger.digest.fold(ledger.chain.step, "arrive", shape)
     if sampling.cache_salt:
         ledger.digest.fold(ledger.chain.step, "salt", (root_of(sampling.cache_salt),))
+    if sampling.grammar:
+        ledger.digest.fold(ledger.chain.step, "grammar", blake2b(sampling.grammar.encode(), digest_size=8).digest())
     if quantum:
         ledger.digest.fold(ledger.chain.step, "session", (quantum, keep))
     max_length = min(len(prompt) + sampling.max_tokens, ledger.limits.max_model_len)

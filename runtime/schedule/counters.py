@@ -21,7 +21,8 @@ class ScheduleCounters:
 
     ``chained_steps``: steps planned while an earlier one was in flight. ``chain_breaks``: the others, by reason:
     ``serial`` (chain depth 0), ``start`` (first step, or everything before had ended), ``no_blocks`` and
-    ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused).
+    ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused),
+    ``grammar`` (all rows have a grammar, and wait for their last token to land).
     ``latest_break``: why the latest step was not chained, or was void; None when it was chained.
 
     ``mixed_steps`` are those with decode rows and prompt chunks; they count as neither of the other two kinds.

@@ -39,6 +39,7 @@ class Ledger:
     ``asleep_for``: tokens that may be planned for every decode row before one of them reaches its ``wake_at``; 0 or
     less: not computed. The planner computes it; any row that comes or goes, or a new ``wake_at``, resets it.
     ``idled``: how often a request became PAUSED or PARKED. ``prompt_blocks``: blocks that prompts have published.
+    ``constrained``: unfinished requests with a grammar.
 
     For the next plan: ``block_writes`` (slot, index, block) by (slot, index), ``slot_updates`` by slot, ``copies`` by
     slot with the sequence of the copy. For the plan being made: ``saving``, by request the snapshot that it writes.
@@ -76,6 +77,7 @@ class Ledger:
         self.arrivals = 0
         self.idled = 0
         self.prompt_blocks = 0
+        self.constrained = 0
         self.block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.slot_updates: dict[int, SlotUpdate] = {}
         self.copies: dict[int, tuple[SlotCopy, SequenceState]] = {}
@@ -113,6 +115,7 @@ class Ledger:
         """A new request joins the queue."""
         self.arrivals += 1
         self.sequences[sequence.request.request_id] = sequence
+        self.constrained += sequence.constrained
         self.by_state[State.WAITING][sequence.request.request_id] = sequence
         self.waiting_tokens += self._tokens_to_wait_for(sequence)
         self.queue.push(sequence)
@@ -200,6 +203,7 @@ class Ledger:
         self.move(sequence, Trigger.END)
         del self.by_state[State.ENDED][sequence.request.request_id]
         del self.sequences[sequence.request.request_id]
+        self.constrained -= sequence.constrained
         self.sessions.pop(sequence.request.request_id, None)
         if sequence.answers:
             sequence.answers.remove(sequence)

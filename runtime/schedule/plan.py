@@ -204,6 +204,14 @@ class SlotCopy:
     copied: tuple[int, int] | None = None
 
 
+class Constrained(NamedTuple):
+    """A row that samples, of a request with a grammar. ``token_ids``: the tokens that its answer gained since the slot
+    write, or since the last of these for ``slot``: all tokens of the answer have landed."""
+
+    slot: int
+    token_ids: Sequence[int]
+
+
 class StepPlan(NamedTuple):
     """One step, the same on every rank.
 
@@ -220,7 +228,8 @@ class StepPlan(NamedTuple):
     snapshot): state copied after the step, of a row whose chunk ends with a block. The device reads and writes
     snapshots in the order of steps.
     ``copies``: of sessions that were forked; each has a slot write that ``resumes``. A plan may have these alone, as a
-    decode step without rows.
+    decode step without rows. ``constrained``: rows that sample what a grammar allows; such a row appends one token,
+    whatever W is.
     """
 
     step: int
@@ -237,6 +246,7 @@ class StepPlan(NamedTuple):
     saved: tuple[tuple[int, int], ...] = ()
     copies: tuple[SlotCopy, ...] = ()
     tree: int = 0
+    constrained: tuple[Constrained, ...] = ()
 
     @property
     def decode_rows(self) -> int:

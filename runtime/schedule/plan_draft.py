@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from runtime.schedule.ledger import Ledger
-from runtime.schedule.plan import Chunk, Fork, SlotWrite, StepKind, StepPlan
+from runtime.schedule.plan import Chunk, Constrained, Fork, SlotWrite, StepKind, StepPlan
 from runtime.schedule.sequence import SequenceState
 
 T = TypeVar("T")
@@ -85,6 +85,17 @@ class PlanDraft:
         ledger.digest.fold(plan.step, kind.name, (len(slots), *_numbers(plan)))
         return plan
 
+    def constrain(self, plan: StepPlan, rows: Sequence[SequenceState]) -> StepPlan:
+        """``plan``, with what its ``rows`` that have a grammar gained."""
+        constrained = []
+        for row, sequence in enumerate(rows):
+            if sequence.constrained and plan.draws(row):
+                constrained.append(Constrained(sequence.slot, sequence.tokens[sequence.matched :]))
+                sequence.matched = sequence.landed_tokens
+        numbers = tuple(chain.from_iterable((slot, len(tokens)) for slot, tokens in constrained))
+        self._ledger.digest.fold(plan.step, "constrained", numbers)
+        return plan._replace(constrained=tuple(constrained))
+
 
 def _taken(queued: dict[Any, T]) -> tuple[T, ...]:
     taken = tuple(queued.values())
@@ -119,7 +130,7 @@ def _slot_write(sequence: SequenceState) -> SlotWrite:
         request_id=request.request_id,
         length=sequence.prefilled,
         prompt_length=prompt_length,
-        min_length=prompt_length + request.sampling.min_tokens,
+        min_length=prompt_length + (0 if sequence.constrained else request.sampling.min_tokens),
         max_length=sequence.max_length,
         token_ids=sequence.tokens[:],
         stop_token_ids=request.stop_token_ids,

@@ -21,6 +21,8 @@ Policy, in one place:
   * A row that needs a block when none is free waits for blocks that are fenced or whose owner is draining; only when
     those could not be enough does a parked session give up its blocks, or else the last in line (recompute).
   * A resumed session (sessions.py) is stalled until there is a row and room, so it comes before the queue.
+  * A request with a grammar is a row of a step only if all its tokens have landed, since they decide which token may be
+    next: of every (D+1)-th step. Other requests run in all of them.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class Planner:
         planned = self._in_turns() if self._mixed is None else self._together(self._mixed)
         if planned is None and self.ledger.wanted_copies():
             planned = self._draft.finish(StepKind.DECODE, (), (), width=1), ()
+        if planned is not None and self.ledger.constrained:
+            planned = self._draft.constrain(*planned), planned[1]
         return planned
 
     def _in_turns(self) -> Planned | None:
@@ -155,6 +159,8 @@ class Planner:
             return "no_blocks"
         if by_state[State.WAITING] or by_state[State.EVICTING]:
             return "context_full"
+        if self._decoding:
+            return "grammar"
         return "paused" if by_state[State.PAUSED] else "start"
 
     def _prefill_step(self, cut: Cut) -> Planned | None:
@@ -189,9 +195,9 @@ class Planner:
                 ledger.update_slot(sequence, revive=True)
         if ledger.asleep_for <= 0:
             self._wake_due_rows()
-        if decoding and self._rows_version != ledger.decode_version:
+        if decoding and (self._rows_version != ledger.decode_version or ledger.constrained):
             self._collect_rows()
-        return bool(decoding)
+        return bool(decoding and self._rows)
 
     def _decode_step(self) -> Planned:
         """A decode step of the rows that ``_ready_rows`` collected."""
@@ -260,7 +266,13 @@ class Planner:
     def _collect_rows(self) -> None:
         """The tuples keep their identity until membership changes, which staging checks (StepPlan.slots)."""
         ledger = self.ledger
-        self._rows = tuple(self._decoding.values())
+        rows = tuple(self._decoding.values())
+        if ledger.constrained:
+            landed_after = ledger.chain.landed_after
+            rows = tuple([row for row in rows if not row.constrained or landed_after(row.last_step)])
+            if rows == self._rows and self._rows_version == ledger.decode_version:
+                return
+        self._rows = rows
         self._row_slots = tuple([sequence.slot for sequence in self._rows])
         self._row_epochs = tuple([sequence.epoch for sequence in self._rows])
         self._rows_version = ledger.decode_version

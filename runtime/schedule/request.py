@@ -19,6 +19,7 @@ MAX_LOGIT_BIAS: Final = 1024  # biased tokens of one request, as in vLLM: a slot
 MAX_BAD_WORDS: Final = 256  # of one request, each as one row of token ids: a slot has room for so many
 MAX_BAD_WORD_TOKENS: Final = 16  # of one bad word
 MAX_SALT_CHARACTERS: Final = 1024
+MAX_GRAMMAR_CHARACTERS: Final = 1 << 17
 MAX_CHOICES: Final = 128  # answers to one request
 _MAX_FACTOR: Final = 1000.0  # of temperature and repetition penalty: beyond it, logits leave the range of float32
 _INT64: Final = 2**63
@@ -64,7 +65,8 @@ class SamplingParams:
     are never sampled; empty means that all are allowed. ``bad_words_token_ids``: token ids that never follow each other
     in the answer; the front end makes them from bad_words. These three come before penalties, and
     log-probabilities do not show them. ``cache_salt``: the prompt's blocks are shared only with requests that have the
-    same; "" is shared by all that have none.
+    same; "" is shared by all that have none. ``grammar``: the answer is a text of it, in the notation of
+    runtime/grammar.py; "" for any text. Stop ids are sampled only where such a text may end, ``min_tokens`` or not.
     """
 
     max_tokens: Annotated[int, Range(1, _INT64 - 1)] = 16
@@ -87,6 +89,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:
@@ -104,8 +107,8 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits of tokens that the request names are changed."""
-        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words_token_ids)
+        """Whether logits of tokens that the request names, or that its grammar excludes, are changed."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words_token_ids or self.grammar)
 
 
 class Field(NamedTuple):

@@ -309,6 +309,8 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
             detail = f"the logits after {known} tokens ({prompt} of them prompt) are not finite: no token can be drawn"
+            if sequence.constrained:
+                detail += "; or its grammar and its other limits together leave no token, or took too much work"
         elif session is not None:
             complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length
             if session.keep or not complete:

@@ -71,6 +71,7 @@ class SequenceState:
     slot: int = 0
     slot_ended: bool = False  # its rows in flight are ghosts, although it has not ended itself
     epoch: int = 0
+    matched: int = 0  # with a grammar: known tokens that plans have reported
     blocks: list[int] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)  # blocks it held last; steps in flight may report on them
     wake_at: int = 0  # planned_tokens at which a decode row needs a decision: out of blocks, or near its end
@@ -122,7 +123,7 @@ class SequenceState:
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
         self.seated_before, self.prefill_begun, self.resumes = True, False, False
         self.expects_fork = False
-        self.prefill_target = self.landed_tokens
+        self.prefill_target = self.matched = self.landed_tokens
         self.prefilled = self.published_blocks = self.publish_at = 0
         self.waits_since = NOT_WAITING
         self.prefix_id = self.root
@@ -139,6 +140,11 @@ class SequenceState:
         if session is not None and (session.revive or session.extends):
             return priority, 1, session.since
         return priority, 0, arrival
+
+    @property
+    def constrained(self) -> bool:
+        """Whether it has a grammar: it is a row only while none of its steps is in flight."""
+        return bool(self.request.sampling.grammar)
 
     @property
     def untouched(self) -> bool:

@@ -1,11 +1,12 @@
-"""Edits of logits that name tokens: allowed_token_ids, logit_bias and bad_words, by slot.
+"""Edits of logits that name tokens: allowed_token_ids or what a grammar allows, logit_bias and bad_words, by slot.
 
 Knows: the tables that hold them, and what they do to logits: ids that are not allowed go to -inf, then biases are
 added, then the last token of a bad word goes to -inf if the tokens before it were just generated. Does not know: which
 row has which slot, how arrays reach the device.
 
 The tables are written when a request that uses them is admitted, and once more when another one gets its slot. Only the
-device updates ``recent_SH``, so a steady step needs nothing from the host.
+device updates ``recent_SH``, so a steady step needs nothing from the host; but of a request with a grammar, which is a
+row when all its tokens have landed, the host writes ``allowed_SW`` before each step.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.slots.feature import RowView, SlotFeature
-from runtime.schedule.plan import SlotWrite
+from runtime.grammar import Matcher
+from runtime.schedule.plan import Constrained, SlotWrite
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 HISTORY = MAX_BAD_WORD_TOKENS - 1  # generated tokens that a bad word may have to be compared with
 NO_ID = -1  # fills unused places; no token has this id
 WORD_BITS = 32
 BIASES, BAD_WORDS, MASKED = range(3)  # columns of ``sizes``
+BY_IDS, BY_GRAMMAR = 1, 2  # in MASKED: what ``allowed_SW`` is of; 0: nothing
 
 
 class LogitEdits(NamedTuple):
     """Tables by slot; slot 0, of padding, edits nothing.
 
-    ``sizes_S3`` int32: biases, bad words, and whether ``allowed_SW`` counts; what is beyond them is left over from
-    others. ``bias_ids_SK`` int32 and ``biases_SK`` float32: different ids. ``bad_SMP`` int32: token ids of bad words,
-    right-aligned, NO_ID before them. ``allowed_SW`` int32: bit i % 32 of word i / 32 is set where id i is allowed.
+    ``sizes_S3`` int32: biases, bad words, and what ``allowed_SW`` is of (0: it does not count); what is beyond them is
+    left over from others. ``bias_ids_SK`` int32 and ``biases_SK`` float32: different ids. ``bad_SMP`` int32: token ids
+    of bad words, right-aligned, NO_ID before them. ``allowed_SW`` int32: bit i % 32 of word i / 32 is set where id i is
+    allowed.
     ``recent_SH`` int32: the newest generated tokens, the newest last, NO_ID before the first.
     """
 
@@ -62,13 +66,15 @@ class RowEdits(NamedTuple):
 
 
 class EditFeature(SlotFeature[LogitEdits]):
-    """``edited``: the slots of which the tables hold something, as the host has staged them."""
+    """``edited``: the slots of which the tables hold something, as the host has staged them. ``matchers``: by slot, of
+    those with a grammar."""
 
     name = "edits"
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
         super().__init__(device, slots, vocab_size)
         self.edited: set[int] = set()
+        self.matchers: dict[int, Matcher] = {}
 
     def make(self, slots: int) -> LogitEdits:
         zeros, int32 = self.device.zeros, torch.int32
@@ -89,7 +95,13 @@ class EditFeature(SlotFeature[LogitEdits]):
         self.edited.difference_update(write.slot for write in writes)
         self.edited.update(write.slot for write in writes if write.sampling.edits_logits)
         each = [(write.slot, write.sampling) for write in writes]
-        sizes = [(len(s.logit_bias), len(s.bad_words_token_ids), bool(s.allowed_token_ids)) for _, s in each]
+        masked = [BY_GRAMMAR if s.grammar else BY_IDS if s.allowed_token_ids else 0 for _, s in each]
+        sizes = [(len(s.logit_bias), len(s.bad_words_token_ids), by) for (_, s), by in zip(each, masked, strict=True)]
+        for write in writes:
+            self.matchers.pop(write.slot, None)
+            if write.sampling.grammar and self.grammars is not None:
+                answer = write.token_ids[write.prompt_length :]
+                self.matchers[write.slot] = self.grammars.matcher(write.sampling, write.stop_token_ids, answer)
         recent_EH = np.full((len(writes), HISTORY), NO_ID, np.int32)
         for row, write in zip(recent_EH, writes, strict=True):
             generated = write.token_ids[max(write.prompt_length, len(write.token_ids) - HISTORY) :]
@@ -108,14 +120,22 @@ class EditFeature(SlotFeature[LogitEdits]):
             staged["bad_GP"] = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, np.int32)
             for ids_P, (_, word) in zip(staged["bad_GP"], words, strict=True):
                 ids_P[-len(word) :] = word
-        masked = [(slot, list(s.allowed_token_ids)) for slot, s in each if s.allowed_token_ids]
-        if masked:
-            bits_MV = np.zeros((len(masked), mask_words(self.vocab_size) * WORD_BITS), np.bool_)
-            for bits_V, (_, allowed) in zip(bits_MV, masked, strict=True):
+        by_ids = [(slot, list(s.allowed_token_ids)) for slot, s in each if s.allowed_token_ids and not s.grammar]
+        if by_ids:
+            bits_MV = np.zeros((len(by_ids), mask_words(self.vocab_size) * WORD_BITS), np.bool_)
+            for bits_V, (_, allowed) in zip(bits_MV, by_ids, strict=True):
                 bits_V[allowed] = True
-            staged["masked_M"] = np.array([slot for slot, _ in masked])
+            staged["masked_M"] = np.array([slot for slot, _ in by_ids])
             staged["allowed_MW"] = np.packbits(bits_MV, axis=1, bitorder="little").view(np.int32)
         return staged
+
+    def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[Any]]:
+        allowed_GW = np.zeros((len(rows), mask_words(self.vocab_size)), np.int32)  # no matcher: nothing is allowed
+        for allowed_W, (slot, token_ids) in zip(allowed_GW, rows, strict=True):
+            if (matcher := self.matchers.get(slot)) is not None:
+                matcher.accept(token_ids)
+                matcher.allow(allowed_W)
+        return {"constrained_G": np.array([row.slot for row in rows]), "allowed_GW": allowed_GW}
 
     def load(self, staged: Mapping[str, Tensor]) -> None:
         tables = self.need()
@@ -126,12 +146,18 @@ class EditFeature(SlotFeature[LogitEdits]):
             (tables.biases_SK.view(-1), "bias_cells_F", "biases_F"),
             (tables.bad_SMP.flatten(0, 1), "bad_cells_G", "bad_GP"),
             (tables.allowed_SW, "masked_M", "allowed_MW"),
+            (tables.allowed_SW, "constrained_G", "allowed_GW"),
         ):
             if index in staged:
                 table.index_copy_(0, staged[index], staged[values])
 
     def processor(self, view: RowView) -> RowEdits:
         return edits_of(self.need(), view)
+
+    def most_tokens(self, view: RowView) -> Tensor:
+        """One for a request with a grammar: the mask is that of its next token."""
+        masked_B = self.need().sizes_S3[:, MASKED].index_select(0, view.slots_B)
+        return torch.where(masked_B == BY_GRAMMAR, 1, view.width).to(torch.int32)
 
     def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
         remember_(self.need(), slots_B, tokens_B, gained_B)

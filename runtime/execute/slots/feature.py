@@ -15,7 +15,8 @@ from torch import Tensor
 from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.sampling.inputs import LogitsProcessor, SamplingVariant
-from runtime.schedule.plan import SlotWrite
+from runtime.grammar import Grammars
+from runtime.schedule.plan import Constrained, SlotWrite
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -38,6 +39,7 @@ class SlotFeature(Generic[T]):
     """
 
     name = ""
+    grammars: Grammars | None = None  # of the model's tokenizer
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
         self.device, self.slots, self.vocab_size = device, slots, vocab_size
@@ -67,10 +69,20 @@ class SlotFeature(Generic[T]):
     def load(self, staged: Mapping[str, Tensor]) -> None:
         """On the device, before the step: all that it changes, the arrays of ``write`` among it if there were any."""
 
+    # ---- before each step with such rows ----
+
+    def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[np.generic]]:
+        """On the host, after ``write``: more for ``load``, of rows that sample what a grammar allows."""
+        return {}
+
     # ---- in a step; graph-safe: fixed shapes, no host read ----
 
     def processor(self, view: RowView) -> LogitsProcessor | None:
         """What changes the logits of these samples; None for nothing."""
+        return None
+
+    def most_tokens(self, view: RowView) -> Tensor | None:
+        """Most tokens that each row may append, int32 [B]; None: W."""
         return None
 
     def report(self, logits_TV: Tensor, tokens_T: Tensor, variant: SamplingVariant) -> tuple[Tensor, ...]:

@@ -42,6 +42,8 @@ class Tail:
         the same distribution.
         """
         view = RowView(rows.rows_B, rows.tokens_BW, rows.tree, width)
+        if width > 1:
+            rows = self._limited(rows, view, variant)
         draw, verdict, reported = self._draw(self._model.logits(hidden_TN), rows.sampling, variant, view, rows.drafted)
         committed = commit(self._tables, self._ring, rows, draw, verdict, width, reported)
         accepted = committed.accepted
@@ -51,6 +53,17 @@ class Tail:
             for feature in with_state:
                 feature.advance(rows.rows_B, accepted.tokens_BW[:, index], gained_B)
         return committed
+
+    def _limited(self, rows: Rows, view: RowView, variant: SamplingVariant) -> Rows:
+        """With fewer tokens for some rows to append: of those, none is a draft token that was not compared."""
+        for feature in self._tables.features_of(variant):
+            if (most_B := feature.most_tokens(view)) is not None:
+                limit_B = most_B if rows.limit_B is None else torch.minimum(most_B, rows.limit_B)
+                scripted_B = rows.scripted_B
+                if scripted_B is not None:
+                    scripted_B = torch.where(most_B < view.width, 0, scripted_B)
+                rows = replace(rows, limit_B=limit_B, scripted_B=scripted_B)
+        return rows
 
     def rehearse(self, rows: int, variant: SamplingVariant) -> None:
         """Sample for ``rows`` rows of padding, so that the variant's kernels are compiled; writes nothing."""

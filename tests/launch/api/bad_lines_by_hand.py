@@ -104,9 +104,8 @@ MORE: list[tuple[bytes, str]] = [
     (chat(messages=[{"role": "user", "content": "a", "name": 1}]), "name"),
     (chat(prompt="a"), "unknown field `prompt`"),
     (
-        chat(response_format={"type": "json_object"}),
-        'response_format is not supported as {"type": "json_object"}: this engine does not have it; leave it out, or '
-        'send {"type": "text"}',
+        chat(response_format={"type": "json_schema"}),
+        'response_format.json_schema has no schema: send {"name": ..., "schema": {...}}',
     ),
     (chat(logprobs=False, top_logprobs=1), "logprobs is not true"),
     (chat(logprobs=True, top_logprobs=-1), "-1"),

@@ -207,9 +207,7 @@ def test_who_leaves_before_the_scheduler_had_his_request_is_an_abort_for_the_cli
 LACKING: list[tuple[str, object]] = [
     ("best_of", 4),
     ("use_beam_search", True),
-    ("guided_json", {}),
-    ("structured_outputs", {"regex": "a"}),
-    ("response_format", {"type": "json_object"}),
+    ("ebnf", "a"),
     ("skip_special_tokens", False),
     ("include_stop_str_in_output", True),
     ("suffix", "x"),

@@ -157,6 +157,36 @@ def tokens_that_a_request_names_are_drawn_or_not(client: openai.OpenAI) -> None:
         ids(logit_bias={"5": 101})
 
 
+def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
+    """On two ranks, whole and streamed, beside answers of any form; and what cannot be asked for."""
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "who?"}], "temperature": 2}
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    asked["response_format"] = form
+    answer = client.chat.completions.create(**asked, max_tokens=400)
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found["name"] in ("Ann", "Bob")
+    assert 0 <= found["age"] <= 99
+    chunks = client.chat.completions.create(**asked, max_tokens=400, stream=True)
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)).keys() == {"name", "age"}
+    cut = client.chat.completions.create(**asked, max_tokens=3)
+    assert cut.choices[0].finish_reason == "length"
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    several = client.completions.create(model="demo", prompt="so", n=3, max_tokens=20, extra_body=extra)
+    assert {choice.text for choice in several.choices} <= {"yes", "no"}
+    form["json_schema"] = {"name": "n", "schema": {"properties": {"a": {"not": {}}}}}
+    with pytest.raises(openai.BadRequestError, match=r"schema\.properties\.a: keyword 'not'") as refused:
+        client.chat.completions.create(**asked)
+    assert refused.value.param == "response_format"
+
+
 def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text(KEY + "\n")
@@ -167,6 +197,7 @@ def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
         chats_come_whole_and_streamed(client)
         log_probabilities_are_the_model_s(server.client_with())
         tokens_that_a_request_names_are_drawn_or_not(client)
+        answers_have_the_form_that_was_asked_for(client)
         the_document_s_example_runs(server, tmp_path)
         errors_are_the_client_s_own_classes(server)
         the_client_s_own_disconnect_cancels(server)

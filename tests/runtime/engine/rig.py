@@ -31,6 +31,7 @@ from runtime.execute.proposer import MakeProposer
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.step.memory import ExecutorConfig, MakeRole
 from runtime.gc_freeze import freeze_heap
+from runtime.grammar import Grammars
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
@@ -110,6 +111,7 @@ class RigLimits(TypedDict, total=False):
     snapshots: SnapshotPolicy | None
     tree: int
     late: PlanLate | None
+    grammars: Grammars | None
 
 
 class RigPlace(TypedDict, total=False):
@@ -163,6 +165,7 @@ def rig(
     snapshots: SnapshotPolicy | None = None,
     tree: int = 0,
     late: PlanLate | None = None,
+    grammars: Grammars | None = None,
 ) -> Iterator[Engine]:
     """An engine over the tiny model. One decode bucket unless told otherwise: a product's last bits depend on its row
     count, except with exact kernels. ``groups``: it is one of several groups, whose exchange is in ``experts``; with an
@@ -232,6 +235,7 @@ def rig(
         ),
         further_roles=further_roles,
         proposer=proposer,
+        grammars=grammars,
         on_timing=observe.on_timing if observe is not None and observe.timed else None,
         stage_range=around(ranges, "stage"),
         land_range=partial(around, ranges),

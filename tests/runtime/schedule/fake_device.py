@@ -83,6 +83,9 @@ class SlotRow:
     lost: bool = False  # its recurrent state was that of other tokens
     tried: bool = False  # its last step gave it no token
     copied: bool = False  # from a parked one, and it has not run since
+    prompt_length: int = 0
+    matched: list[int] | None = None  # with a grammar: the answer, as plans have told it
+    allowed_in: int = -1  # the step that it was told for
 
 
 @dataclass
@@ -157,6 +160,9 @@ class FakeDevice:
             begun = self.rows[write.slot] = SlotRow(
                 write.request_id, write.epoch, write.length, GARBAGE, False, write.max_length, write.stop_token_ids
             )
+            begun.prompt_length = write.prompt_length
+            if write.sampling.grammar:
+                begun.matched = list(write.token_ids[write.prompt_length :])
             if write.slot in copied:
                 begun.last, begun.copied = write.token_ids[-1], True
         written = {write.slot for write in plan.slot_writes}
@@ -176,6 +182,12 @@ class FakeDevice:
         for slot, index, block in plan.block_writes:
             assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
             self.tables[slot][index] = block
+        for slot, tokens in plan.constrained:
+            constrained = self.rows[slot]
+            assert constrained is not None
+            assert constrained.matched is not None, "only who has a grammar is told of what it gained"
+            constrained.matched += tokens
+            constrained.allowed_in = plan.step
         for snapshot, slot in plan.restored:
             state = self.snapshots[snapshot]
             assert state is not None, "a snapshot is read behind the step that writes it"
@@ -290,7 +302,7 @@ class FakeDevice:
         row.length = chunk.start + len(chunk.token_ids)
         history = self._history(chunk.slot, row.length)
         prompts.append(self._take_in(chunk.slot, row, history[: chunk.start], history))
-        new = self._advance(row, prompts[-1], 1) if chunk.last else []
+        new = self._advance(plan, row, prompts[-1], 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
         self._distrust(plan.step, chunk.slot, row, result.finish[-1])
         self._put(writes, not_yet=True)
@@ -313,7 +325,7 @@ class FakeDevice:
             writes.append((fork.slot, epoch, TRASH_BLOCK, 0, GARBAGE))  # ``land`` spoils its state, too
         of_prompt = self.rows[source]
         row.lost = of_prompt is not None and of_prompt.lost
-        new = self._advance(row, prompt, 1)
+        new = self._advance(plan, row, prompt, 1)
         result.add(plan, new, self._code(row, new))
         self._distrust(plan.step, fork.slot, row, result.finish[-1])
         return writes
@@ -329,7 +341,8 @@ class FakeDevice:
             history = self._history(slot, row.length + 1)
             history = self._take_in(slot, row, history[:-1], history)
             barren = self.barren and not row.tried
-            new = self._advance(row, history, accepted(row.request_id, history, plan.width, barren=barren))
+            most = plan.width if row.matched is None else 1
+            new = self._advance(plan, row, history, accepted(row.request_id, history, most, barren=barren))
             for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
                 self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)
             row.length += len(new) or int(row.broken)
@@ -357,8 +370,11 @@ class FakeDevice:
             blocks = [self.tables[slot][i] for i in range(-(-row.length // self.block_size))]
             self.broken_blocks.setdefault(step, []).extend(blocks)
 
-    def _advance(self, row: SlotRow, history: tuple[int, ...], most: int) -> list[int]:
+    def _advance(self, plan: StepPlan, row: SlotRow, history: tuple[int, ...], most: int) -> list[int]:
         new: list[int] = []
+        if row.matched is not None and NAN not in history and not row.lost:
+            assert row.allowed_in == plan.step, "who has a grammar draws what the host allowed for this step"
+            assert list(history[row.prompt_length :]) == row.matched, "the host knows all of the answer"
         for _ in range(most):
             if NAN in history or len(history) >= self.breaks_at.get(row.request_id, MANY):
                 row.broken = row.finished = not new  # what was drawn before counts; the next step tells

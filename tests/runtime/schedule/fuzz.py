@@ -169,10 +169,20 @@ def make_trace(seed: int) -> Trace:
         config = replace(config, snapshots=draw_snapshots(draw))
     if seed % 5 > 2 and config.mixed is not None and max(widths) > 3:  # windows of several widths beside chunks
         config = config_with(replace(config, speculation=draw_several(draw, max(widths))), tree=0)
+    if seed % 7 == 3:
+        events = {at: [_constrained(event, seed // 7) for event in listed] for at, listed in events.items()}
     for at in draw.sample(range(60), draw.choice((0, 0, 1, 4))):
         events.setdefault(at, []).append(ResetPrefixCache())
     rooms = tuple(draw.choice((NO_BOUND, NO_BOUND, 1, 3, 7, 20)) for _ in range(draw.choice((1, 5))))
     return Trace(config, {step: tuple(listed) for step, listed in events.items()}, breaks_at, barren, poisons, rooms)
+
+
+def _constrained(event: Event, which: int) -> Event:
+    """With a grammar: every request, or every second or third."""
+    if not isinstance(event, Admit) or event.request.request_id % (1 + which % 3):
+        return event
+    sampling = replace(event.request.sampling, grammar="start: /.*/")
+    return Admit(replace(event.request, sampling=sampling))
 
 
 def draw_snapshots(draw: random.Random) -> SnapshotPolicy:

@@ -31,6 +31,7 @@ class MixedRules:
         self._in_line: set[int] = set()  # who they are
         self._scoring: set[int] = set()
         self._left: dict[tuple[int, int], int] = {}  # by slot and epoch: prompt tokens to be prefilled
+        self._sits_out: set[int] = set()  # slots of requests with a grammar, of which a step is in flight
 
     def before(self) -> None:
         sequences = self._scheduler.ledger.sequences
@@ -39,12 +40,15 @@ class MixedRules:
         self._waiting = [self._to_compute(sequence) for sequence in waiting]
         self._in_line = {sequence.request.request_id for sequence in waiting}
         self._scoring = {request_id for request_id, sequence in sequences.items() if sequence.scoring}
+        landed_after = self._scheduler.chain.landed_after
+        constrained = [s for s in sequences.values() if s.constrained and s.slot]
+        self._sits_out = {s.slot for s in constrained if not landed_after(s.last_step)}
         prefilling = self._scheduler.ledger.by_state[State.PREFILL].values()
         self._left = {(s.slot, s.epoch): s.prefill_target - s.prefilled for s in prefilling}
 
     def after(self, plan: StepPlan | None) -> None:
         ledger = self._scheduler.ledger
-        decoding = {s.slot for s in ledger.by_state[State.DECODE].values()}
+        decoding = {s.slot for s in ledger.by_state[State.DECODE].values()} - self._sits_out
         if plan is None:
             self._waited = False
             if decoding or not all(_waits_for_a_writer(s) for s in ledger.by_state[State.PREFILL].values()):
@@ -198,7 +202,9 @@ class MixedRules:
         """As it was when the plan was begun, but for ``known``, who wait: nobody was seated for it, nothing cut."""
         before = [s for s in prefills if (s.slot, s.epoch) in self._left]
         tokens = sum(min(self._left[s.slot, s.epoch], most) for s in before)
-        free = self._scheduler.config.limits.rows - len(before) - len(rows)
+        decoding = self._scheduler.ledger.by_state[State.DECODE].values()
+        idle = sum(s.slot in self._sits_out and (s.slot, s.epoch) not in self._left for s in decoding)
+        free = self._scheduler.config.limits.rows - len(before) - len(rows) - idle
         return tokens + (sum(known) * min(free, len(known)) // len(known) if known else 0)
 
 

@@ -31,3 +31,4 @@ class SamplingFields(TypedDict, total=False):
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: tuple[int, ...]
     bad_words_token_ids: tuple[tuple[int, ...], ...]
+    grammar: str

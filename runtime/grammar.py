@@ -1,0 +1,170 @@
+"""Grammars: which tokens may come next in an answer that must be a text of one. By llguidance, an optional package.
+
+Knows: the notation (llguidance's: Lark with JSON schemas, or several of these as JSON), limits on the work that one may
+cause, where stop ids are allowed. Does not know: fields of requests (frontend/structured.py), slots, steps, devices.
+
+Every rank has a matcher of its own for each request, so no mask travels. Limits are counts, not times: a grammar that
+is refused on one rank is refused on all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.schedule.request import SamplingParams
+
+MOST_COMPILED: Final = 64  # grammars that are kept, the latest ones
+WORD_BITS: Final = 32
+_LIMITS: Final = {
+    "initial_lexer_fuel": 500_000,  # to compile one: 10 ms
+    "step_lexer_fuel": 50_000,  # to find what may come next: 4 ms
+    "step_max_items": 20_000,  # 1 ms
+    "max_lexer_states": 25_000,  # 50 MB
+    "max_grammar_size": 100_000,  # symbols
+    "verbose_errors": False,
+}
+
+Words = npt.NDArray[np.int32]
+
+log = logging.getLogger(__name__)
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, or no package to use it with; the text says what to do."""
+
+
+def library() -> Any:
+    """llguidance. Raises GrammarError."""
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise GrammarError(
+            "structured output needs the package llguidance: install it on every node, "
+            f"pip install 'lockstride[grammar]' ({error})"
+        ) from None
+
+
+class Grammars:
+    """Compiles grammars over one tokenizer. ``tokenizer_json`` returns the text of its tokenizer.json, None if there is
+    none; it is called once, when the first grammar comes. ``vocab_size``: of the model. Safe in any thread."""
+
+    def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
+        self._tokenizer_json = tokenizer_json
+        self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "grammars")
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """Called in one thread only."""
+        made = library().LLTokenizer
+        if (text := self._tokenizer_json()) is None:
+            raise GrammarError("structured output needs a tokenizer, and the model folder has no tokenizer.json")
+        if not self.eos_token_ids:
+            raise GrammarError("structured output needs an end-of-text token: set eos_token_id in config.json")
+        try:
+            return made(text, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
+        except BaseException as error:  # the library raises plain ones, or panics
+            raise GrammarError(f"structured output is not possible with this tokenizer: {error}") from error
+
+    def begin(self, grammar: str) -> Future[Any]:
+        """Compile it in another thread. The future raises GrammarError for one that cannot be used."""
+        with self._lock:
+            future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
+            self._compiled[grammar] = future
+            if len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return future
+
+    def check(self, grammar: str) -> None:
+        """Raises GrammarError if it cannot be used. Waits until it is compiled."""
+        self.begin(grammar).result()
+
+    def _compile(self, grammar: str) -> Any:
+        tokens, made = self._tokens, library()
+        matcher = made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()
+        if first.is_error() or (first.is_stopped() and not first.is_accepting()):
+            why = first.get_error().split("\n")[0] or "no text is allowed"
+            raise GrammarError(" ".join(why.split()))
+        return matcher
+
+    def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
+        """For a request that has generated ``answer``. Waits until its grammar is compiled."""
+        try:
+            compiled = self.begin(sampling.grammar).result().deep_copy()
+        except GrammarError as error:
+            log.error("a request ends, since this rank cannot use its grammar: %s", error)
+            compiled = None
+        matcher = Matcher(compiled, self, sampling, stop_token_ids)
+        matcher.accept(answer)
+        return matcher
+
+    def close(self) -> None:
+        """End the thread."""
+        if (threads := self.__dict__.pop("_threads", None)) is not None:
+            threads.shutdown(cancel_futures=True)
+
+
+class Matcher:
+    """What one request's answer may continue with; nothing, if its grammar failed."""
+
+    def __init__(self, compiled: Any, of: Grammars, sampling: SamplingParams, stop_token_ids: Iterable[int]) -> None:
+        self._matcher = compiled
+        self._generated = 0
+        self._sampling = sampling
+        eos, stops = set(of.eos_token_ids), {*stop_token_ids, *of.eos_token_ids}
+        self._all_W, self._eos_W = _bits(stops, of.vocab_size), _bits(eos, of.vocab_size)
+        self._stops_W = self._all_W & ~self._eos_W if sampling.ignore_eos else self._all_W
+        allowed = sampling.allowed_token_ids
+        self._allowed_W = _bits(allowed, of.vocab_size) if allowed else None
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Of the answer, after those before."""
+        self._generated += len(token_ids)
+        if self._matcher is not None and len(token_ids):
+            self._matcher.consume_tokens(list(token_ids))
+
+    def allow(self, allowed_W: Words) -> None:
+        """Fill in the tokens that may come next: bit i % 32 of word i // 32 is set for id i. None if the grammar, or
+        the work for it, came to an end.
+
+        Stop ids may come where a text of the grammar ends. With ``min_tokens`` or ``ignore_eos`` they may not, unless
+        nothing else may.
+        """
+        matcher = self._matcher
+        if matcher is not None:
+            matcher.unsafe_compute_mask_ptr(allowed_W.ctypes.data, allowed_W.nbytes)
+        if matcher is None or matcher.is_error():
+            allowed_W.fill(0)
+            return
+        allowed_W &= ~self._all_W
+        if matcher.is_accepting():
+            if self._generated >= self._sampling.min_tokens:
+                allowed_W |= self._stops_W
+            if not allowed_W.any():
+                allowed_W |= self._all_W
+        if self._allowed_W is not None:
+            allowed_W &= self._allowed_W
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> Words:
+    bits_V = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
+    bits_V[list(token_ids)] = True
+    return np.packbits(bits_V, bitorder="little").view(np.int32)
