@@ -60,6 +60,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/execute",),
         ("runtime/client_socket.py", "runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
         ("runtime/speculative_config.py",),
+        ("runtime/grammar.py",),
         ("runtime/schedule", "runtime/number_text.py"),
     ),
     "models": (

@@ -62,7 +62,7 @@ def test_the_public_names_are_what_they_say() -> None:
         *("AsyncEngine", "AsyncSlotClient", "Delta", "Engine", "EngineClient", "EngineConfig", "EngineStopped"),
         "FinishReason",
         *("PromptRequest", "RequestError", "RequestOutput", "SamplingParams", "SlotClient", "SlotError"),
-        *("complete", "open_engine"),
+        *("complete", "open_engine", "structured"),
     ]
     for name in lockstride.__all__:
         assert getattr(lockstride, name).__name__ == name
