@@ -88,6 +88,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         raise unsupported("include", f"{other[0]!r} is not kept; possible are {', '.join(_SHOWN)}")
     shows_scores = body.top_logprobs is not None or _SHOWN[0] in (body.include or ())
     sampling: Row = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    sampling["response_format"] = _response_format(body.text)
     return ChatBody(
         **sampling,
         messages=[*_instructions(body), *_messages(body.input)],
@@ -101,7 +102,6 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        response_format=_response_format(body.text),
         chat_template_kwargs=body.chat_template_kwargs,
     )
 

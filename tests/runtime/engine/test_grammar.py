@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from models.registry import ARCHITECTURES
 from runtime.engine import Engine
 from runtime.frontend.structured import structured
 from runtime.grammar import Grammars
@@ -17,8 +16,8 @@ from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
-from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.runtime.engine import rig as rigs
+from tests.runtime.engine.conftest import over_model
 from tests.runtime.engine.lives import live, oracle, same
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -26,6 +25,7 @@ from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
 
+pytestmark = pytest.mark.slow
 EOS, VOCABULARY = 0, 400
 SHAPE: dict[str, object] = {"vocab_size": VOCABULARY, "eos_token_id": EOS}
 GRAMMARS = Grammars(lambda: small_tokenizers.byte_level().to_json(), VOCABULARY, (EOS,))
@@ -88,7 +88,6 @@ def test_answers_are_texts_of_their_grammars_and_the_same_at_every_depth(depth: 
     same(life, oracle(requests, grammars=GRAMMARS) if depth else life)
 
 
-@pytest.mark.slow
 def test_in_draft_windows_and_trees() -> None:
     """Its row gains a token a step, others up to four."""
     requests = mixture()
@@ -102,7 +101,6 @@ def test_in_draft_windows_and_trees() -> None:
         assert life.counters["spec_num_accepted_tokens"] > 0
 
 
-@pytest.mark.slow
 def test_ranks_that_share_the_vocabulary_and_groups_draw_the_same() -> None:
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)
@@ -127,8 +125,7 @@ def test_forks_and_whoever_is_evicted() -> None:
 
 
 def test_a_model_with_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
-    monkeypatch.setattr(rigs, "TINY", rigs.TINY | HYBRID)
+    over_model("hybrid", monkeypatch)
     requests = mixture()
     life = live(requests, depth=2, **HOW)
     check(requests, life.finished)

@@ -35,6 +35,7 @@ from tests.runtime.frontend import small_tokenizers
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+pytestmark = pytest.mark.slow
 TOKENIZER = small_tokenizers.byte_level()
 EOS, VOCABULARY = 0, 360
 GRAMMARS = Grammars(TOKENIZER.to_json, VOCABULARY, (EOS,))
