@@ -27,6 +27,7 @@ Specs = tuple[AttentionSpec, ...]
 MOST_LAYERS = 10_000
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Options of other families that change what a model computes.
+_MLA = "multi-head latent attention (MLA; use a model with grouped queries)"
 _NEUTRAL: Neutral = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ((), "soft-capped logits")),
     **dict.fromkeys(("logits_soft_cap", "router_logit_softcapping"), ((), "soft-capped logits")),
@@ -41,7 +42,10 @@ _NEUTRAL: Neutral = {
     **dict.fromkeys(("rotary_pct", "rotary_percent", "rope_percent"), ((1,), "rotating a part of each head")),
     **dict.fromkeys(("rope_interleave", "rope_interleaved"), ((False,), "rotating pairs of neighbours")),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ((), "layers without rotation")),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"), ((), "multi-head latent attention")),
+    **dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
+        ((), _MLA),
+    ),
     **dict.fromkeys(("use_parallel_residual", "parallel_attn"), ((False,), "attention and MLP side by side")),
     "rope_local_base_freq": ((), "another rotation in some layers"),
     **dict.fromkeys(("alibi", "use_alibi"), ((False,), "positions by ALiBi")),

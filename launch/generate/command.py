@@ -32,7 +32,7 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import EngineClient
 from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.outputs import RequestOutput
-from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.tokenizer import Tokenizer, no_tokenizer
 from runtime.schedule.request import SamplingParams
 
 OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[EngineProtocol]]
@@ -163,7 +163,7 @@ def check_paths(config: EngineConfig, options: GenerateOptions) -> None:
 def load_texts(model: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """The folder's tokenizer and chat template, where it has them. Raises TokenizerError."""
     if not (model / "tokenizer.json").is_file():
-        log.warning("%s has no tokenizer.json: only prompt_token_ids are understood, and answers have no text", model)
+        log.warning("%s", no_tokenizer(model))
         return None, None
     return Tokenizer.from_folder(model), ChatTemplate.from_folder(model)
 

@@ -32,7 +32,7 @@ from runtime.config import EngineConfig
 from runtime.frontend.api_links import ApiLink, Beats, ServedEngine
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_server import EngineServer
-from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.tokenizer import Tokenizer, no_tokenizer
 from runtime.schedule.request import SamplingParams
 
 OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[ServedEngine]]
@@ -188,7 +188,7 @@ def _texts_of(config: EngineConfig, options: ServeOptions) -> tuple[ChatTemplate
             raise UsageError(f"{flag} {file}: there is no such file")
     tokenizer = Tokenizer.if_any(model)
     if tokenizer is None:
-        log.warning("%s has no tokenizer.json: only token ids are understood, and answers have no text", model)
+        log.warning("%s", no_tokenizer(model))
     if options.chat_template is not None:
         return ChatTemplate.from_file(options.chat_template, model), tokenizer
     return ChatTemplate.from_folder(model), tokenizer

@@ -21,6 +21,7 @@ _ROTATED_SHARE = 0.25  # of a head, where the config does not say
 DELTA_NEUTRAL: Neutral = {
     "attn_output_gate": ((True,), "attention without an output gate"),
     "mamba_ssm_dtype": (("float32",), "recurrent state of another dtype"),
+    "output_gate_type": (("swish", "silu"), "another gate of its linear attention"),
     "linear_attn_output_gate": ((True,), "linear attention without an output gate"),
     "mlp_bias": ((False,), "biases of its MLPs"),
 }

@@ -23,6 +23,7 @@ from models.registry import config_from_dict, config_from_folder, model_class
 from tests.models.drafters.tiny_drafters import dflash_config, eagle3_config, mtp_config
 from tests.models.tiny_checkpoint import TINY
 from tests.models.tiny_delta import FAMILIES
+from tests.models.tiny_families import FAMILIES as OTHERS
 from tests.models.tiny_nemotron import NEMOTRON
 
 LLAMA3 = {
@@ -333,6 +334,67 @@ def test_what_a_hybrid_asks_and_is_not_implemented_is_named(family: str, changes
         tiny(**({"head_dim": 16} | FAMILIES[family] | changes))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("glm", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax', which asks for another router"),
+        ("glm", {"first_k_dense_replace": 3}, "'first_k_dense_replace' must be at most 2, not 3"),
+        ("glm", {"n_group": 3}, "'n_group' is 3, but 8 experts do not make"),
+        (
+            "hy3",
+            {"mlp_layer_types": ["sparse"]},
+            "'mlp_layer_types' must name 'dense' or 'sparse' for each of",
+        ),
+        ("hy3", {"mlp_bias": True}, "'mlp_bias' is True, which asks for biases of its MLPs"),
+        ("minimax", {"attn_type_list": [1, 0]}, "'attn_type_list' is [1, 0], but only 1, full attention, is supported"),
+        ("minimax", {"shared_intermediate_size": 8}, "'shared_intermediate_size' is 8, which asks for a shared expert"),
+        ("minimax", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head'"),
+        ("minimax", {"num_expert_group": 2}, "'num_expert_group' is 2, a key that MiniMaxM2ForCausalLM is not known"),
+        ("phi", {"rope_parameters": {"type": "su"}}, "rope type 'longrope' needs the key 'short_factor'"),
+        ("seed", {"attention_out_bias": 1}, "'attention_out_bias' must be true or false, not 1"),
+        ("ministral3", {"kv_lora_rank": 64}, "multi-head latent attention (MLA; use a model with grouped queries)"),
+    ],
+)
+def test_what_a_family_asks_and_is_not_implemented_is_named(family: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tiny(**OTHERS[family] | changes)
+
+
+def test_the_text_part_of_mistral_3_is_read_by_its_kind() -> None:
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {"depth": 1}}
+    inner = {key: value for key, value in (TINY | OTHERS["ministral3"]).items() if key != "architectures"}
+    read = config_from_dict({**outer, "text_config": inner | {"model_type": "ministral3", "rms_norm_eps": None}})
+    assert (read.query_scale, read.rms_norm_eps, read.max_length) == ((0.1, 16), 1e-6, 64)
+    small = {**TINY, "model_type": "mistral", "attention_bias": False, "sliding_window": None}
+    assert config_from_dict({**outer, "text_config": small}).query_scale is None
+    with pytest.raises(ValueError, match="'model_type' of 'text_config' is 'mistral4', but only mistral and"):
+        config_from_dict({**outer, "text_config": small | {"model_type": "mistral4"}})
+
+
+def test_configs_of_qwen_3_6_and_3_8_open() -> None:
+    """As published: the keys of Qwen3.5, and the type of a gate."""
+    more = {"output_gate_type": "swish", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    more |= {"full_attention_interval": 3, "attn_output_gate": True, "mamba_ssm_dtype": "float32", "pad_token_id": 5}
+    for kind in ("qwen3.5", "qwen3.5-moe"):
+        text = {**TINY, "head_dim": 16, **FAMILIES[kind], **more}
+        (name,) = text.pop("architectures")
+        wrapped = {"architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")], "text_config": text}
+        read = config_from_dict(wrapped | {"image_token_id": 7, "vision_config": {"depth": 1}})
+        assert read.delta is not None
+        assert read.mtp_layers == 1
+        with pytest.raises(ValueError, match="'output_gate_type' is 'sigmoid', which asks for another gate"):
+            config_from_dict(wrapped | {"text_config": text | {"output_gate_type": "sigmoid"}})
+
+
+def test_an_absent_tie_is_read_from_what_is_stored(tmp_path: Path) -> None:
+    config = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not config_from_folder(tmp_path).tied_embeddings, "no weights"
+    for name, tied in (("model.embed_tokens.weight", True), ("lm_head.weight", False)):
+        save_file({name: torch.zeros(2, 2)}, tmp_path / WEIGHTS)
+        assert config_from_folder(tmp_path).tied_embeddings == tied
+
+
 def test_a_hybrid_s_keys_mean_what_transformers_takes_them_for() -> None:
     family = {
         key: value for key, value in FAMILIES["qwen3.5"].items() if key not in ("layer_types", "partial_rotary_factor")
@@ -537,9 +599,14 @@ def test_keys_that_change_nothing_are_fine() -> None:
 def test_configs_that_transformers_writes_for_each_family_open() -> None:
     import transformers  # takes seconds, so not at collection
 
-    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "NemotronH"):
+    for name in (
+        *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "NemotronH"),
+        *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss"),
+    ):
         text = "Text" if name.startswith("Qwen3_5") else ""
         config = getattr(transformers, f"{name}{text}Config")().to_dict()
+        if name == "Glm4Moe":  # whose default head rotates an odd number of dims
+            config["head_dim"] = 128
         read = config_from_dict({**config, "architectures": [f"{name}ForCausalLM"]})
         assert read.architecture == f"{name}ForCausalLM"
 

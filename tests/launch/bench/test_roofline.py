@@ -73,13 +73,17 @@ def test_the_32b_shape_has_its_size() -> None:
 def test_every_shape_is_a_model_folder(folder: str) -> None:
     config = config_from_folder(SHAPES / folder)
     assert config.max_length >= 4096
-    vocabularies = {"nemotron": 131_072, "qwen3.5": 248_320}
+    vocabularies = {"nemotron": 131_072, "qwen3.5": 248_320, "glm": 151_552, "minimax": 200_064, "mistral": 131_072}
     assert config.vocab_size == vocabularies.get(folder.partition("-")[0], 151_936)
 
 
 @pytest.mark.parametrize(
     ("folder", "billions", "active"),
     [
+        ("glm-4.5-air", 106.9, 13.4),
+        ("glm-4.5-355b-a32b", 352.8, 33.6),
+        ("minimax-m2-230b-a10b", 228.7, 11.0),
+        ("mistral-nemo-12b", 12.25, 12.25),
         ("qwen3-next-80b-a3b", 79.7, 3.9),
         ("qwen3.5-27b", 26.9, 26.9),
         ("qwen3.5-35b-a3b", 34.7, 3.5),
