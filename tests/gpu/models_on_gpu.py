@@ -63,6 +63,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 128,
     },
     "qwen3.5-256": {**_COMMON, **_DELTA, "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 256},
+    "glm-128": {
+        **_COMMON,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 128,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 128,
+    },
+    "minimax-128": {
+        **_COMMON,
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 6,
+    },
+    "ministral-128": {
+        **_COMMON,
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "phi-32": {**_COMMON, "architectures": ["Phi3ForCausalLM"]},
     "qwen3-80-mqa": {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "head_dim": 80, "num_key_value_heads": 1},
 }
 
