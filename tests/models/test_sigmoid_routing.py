@@ -168,7 +168,6 @@ def test_blocks_experts_and_mamba_are_read() -> None:
         ({"attention_bias": True}, ["'attention_bias' is True"]),
         ({"residual_in_fp32": True}, ["'residual_in_fp32' is True"]),
         ({"sliding_window": 128}, ["'sliding_window' is 128"]),
-        ({"moe_latent_size": 64}, ["'moe_latent_size' is 64", "latent"]),
         ({"n_shared_experts": 2}, ["'n_shared_experts' is 2"]),
         ({"n_group": 3}, ["'n_group' is 3", "8 experts"]),
         ({"n_group": 8}, ["'n_group' is 8", "groups of two"]),
