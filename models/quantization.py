@@ -21,11 +21,12 @@ Match = Callable[[str], bool]
 _UNCONVERTED = ("modules_to_not_convert", "ignored_layers")
 _METHODS = "fp8, compressed-tensors (float-quantized), modelopt (FP8 algorithms) and fbgemm_fp8"
 # quant_algo of modelopt -> (granularity, block)
-_MODELOPT: Mapping[str, tuple[Granularity, tuple[int, int] | None]] = {
+ALGORITHMS: Mapping[str, tuple[Granularity, tuple[int, int] | None]] = {
     "FP8": ("tensor", None),
     "FP8_PER_CHANNEL_PER_TOKEN": ("row", None),
     "FP8_PB_WO": ("block", (128, 128)),
 }
+STRATEGIES: Mapping[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}  # compressed-tensors
 _FBGEMM_CAP = 1200.0  # activation_scale_ub where the config is silent, as in transformers' FbgemmFp8Config
 
 
@@ -104,18 +105,12 @@ def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | N
     if isinstance(nested := found.get("quantization"), Mapping):
         found = {**found, **nested}
     method = found.get("quant_method")
-    readers = {
-        "fp8": _read_fp8,
-        "compressed-tensors": _read_compressed_tensors,
-        "modelopt": _read_modelopt,
-        "fbgemm_fp8": _read_fbgemm,
-    }
-    if method not in readers:
+    if method not in READERS:
         raise ValueError(f"'quant_method' {method!r} is not supported; supported are {_METHODS}")
     cached = method in ("compressed-tensors", "modelopt") and _scales_cache(found)
     if cached and not found.get("config_groups") and not found.get("quant_algo"):
         return None
-    return readers[str(method)](found)
+    return READERS[str(method)](found)
 
 
 def _scales_cache(config: Mapping[str, Any]) -> bool:
@@ -160,9 +155,9 @@ def _read_modelopt(config: Mapping[str, Any]) -> Quantization:
 
 
 def _modelopt_scheme(algorithm: str, entry: str) -> Fp8Scheme:
-    if algorithm not in _MODELOPT:
-        raise ValueError(f"{entry} {algorithm} is not supported; supported are {', '.join(_MODELOPT)}")
-    granularity, block = _MODELOPT[algorithm]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{entry} {algorithm} is not supported; supported are {', '.join(ALGORITHMS)}")
+    granularity, block = ALGORITHMS[algorithm]
     return Fp8Scheme(granularity, block, f"{entry} {algorithm}")
 
 
@@ -191,13 +186,12 @@ def _compressed_scheme(weights: Mapping[str, Any], where: str) -> Fp8Scheme:
     _only(weights, "type", ("float",), where)
     _only(weights, "symmetric", (True,), where)
     _only(weights, "dynamic", (False,), where)
-    _only(weights, "strategy", ("tensor", "channel", "block"), where)
+    _only(weights, "strategy", tuple(STRATEGIES), where)
     strategy = weights.get("strategy") or "tensor"
     block = _block(weights.get("block_structure"), f"{where}block_structure") if strategy == "block" else None
     if strategy == "block" and block is None:
         raise ValueError(f"'{where}block_structure' is missing; strategy 'block' needs it")
-    granularity: Granularity = {"tensor": "tensor", "channel": "row", "block": "block"}[strategy]  # type: ignore[assignment]
-    return Fp8Scheme(granularity, block, f"'{where}strategy' {strategy!r}")
+    return Fp8Scheme(STRATEGIES[strategy], block, f"'{where}strategy' {strategy!r}")
 
 
 def _block(value: object, key: str) -> tuple[int, int] | None:
@@ -271,3 +265,11 @@ def _target(name: str) -> Match:
     except re.error as error:
         raise ValueError(f"{name!r} is not a regular expression: {error}") from error
     return lambda module: pattern.match(module) is not None
+
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "modelopt": _read_modelopt,
+    "fbgemm_fp8": _read_fbgemm,
+}

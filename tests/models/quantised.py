@@ -65,6 +65,8 @@ def schemes(block: int = 16) -> dict[str, Scheme]:
                     shape=lambda rows, _: (rows,)),
         "H": Scheme((128, 128), "weight_scale", {**modelopt, "quant_algo": "FP8_PB_WO"}, "ignore",
                     shape=lambda rows, columns: (rows, 1, columns, 1)),
+        "I": Scheme((0, 0), "weight_scale", {**modelopt, "quant_algo": "MIXED_PRECISION",
+                    "quantized_layers": {"*": {"quant_algo": "FP8"}}}, "ignore", shape=_none),
         "J": Scheme((1, 0), "weight_scale", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
     }  # fmt: skip
 
