@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
+from parallel.comm.quantised import SEPARATE
 from runtime.execute.executor import Executor
 from runtime.groups.request_router import RequestRouter
 from runtime.plan_late import PlanLateCounters
@@ -33,6 +34,7 @@ def engine_counters(
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": results.device_to_host_bytes,
+        "quantising_launches": SEPARATE.count - executor.quantising_at_warmup,
         "graph_captures_after_warmup": executor.device.captures - executor.captures_at_warmup,
         "device_allocs_after_warmup": executor.device.allocations() - executor.allocations_at_warmup,
     }

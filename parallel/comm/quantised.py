@@ -10,6 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+
+@dataclass(slots=True)
+class Launches:
+    """Launches that quantise activations and do nothing else, of this process; a captured one counts at each replay."""
+
+    count: int = 0
+
+
+SEPARATE = Launches()
 _ROWS = 16  # of a tensor core's tile: the number of rows of codes is a multiple
 
 

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from models.layers.decoder import Decoder
+from parallel.comm.quantised import SEPARATE
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import Device, Work
@@ -180,6 +181,7 @@ class Executor:
         """Count allocations and captures from now on: those before belong to the start."""
         self.allocations_at_warmup = self.device.allocations()
         self.captures_at_warmup = self.device.captures
+        self.quantising_at_warmup = SEPARATE.count
 
     @property
     def prefill_attention(self) -> str:

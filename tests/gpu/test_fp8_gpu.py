@@ -14,8 +14,9 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels.matmul.simulated import simulated
-from parallel.comm.quantised import Quantised
+from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight, fp8
+from runtime.execute.device.open_device import open_device
 from tests.plant import reference_kernels
 
 pytestmark = pytest.mark.gpu
@@ -162,6 +163,26 @@ def same_codes(found: Quantised, numbers: Tensor) -> None:
     expected = quantise(numbers.contiguous(), found.group, pdl=True)
     assert torch.equal(found.codes[: len(numbers)].view(torch.uint8), expected.codes[: len(numbers)].view(torch.uint8))
     assert torch.equal(found.scale[:, : len(numbers)], expected.scale[:, : len(numbers)])
+
+
+def test_activations_are_cut_before_they_are_quantised() -> None:
+    x_TN = torch.randn(37, 1536, device="cuda").bfloat16() * 4
+    same_codes(quantise(x_TN, 1536, pdl=True, cap=3.0), x_TN.clamp(-3, 3))
+
+
+def test_a_launch_that_only_quantises_is_counted_at_each_replay() -> None:
+    device, x_TN = open_device("cuda:0"), torch.randn(7, 512, device="cuda").bfloat16()
+    before = SEPARATE.count
+
+    def work() -> None:
+        quantise(x_TN, 128, pdl=True)
+
+    graph = device.capture(work, name="codes", warmups=1)
+    assert SEPARATE.count == before + 1
+    for _ in range(3):
+        graph.replay()
+    assert SEPARATE.count == before + 4
+    device.close()
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 256])

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parallel.comm.quantise_triton import store_codes
-from parallel.comm.quantised import Quantised
+from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight
 
 
@@ -61,6 +61,7 @@ def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None,
     made = Quantised.empty(tokens, inner, group, x_MK.dtype, x_MK.device) if into is None else into
     block = max(triton.next_power_of_2(group), min(2048, triton.next_power_of_2(inner)))
     if tokens:
+        SEPARATE.count += 1
         _quantise_kernel[tokens, triton.cdiv(inner, block)](
             x_MK,
             *made.memory,

@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from parallel.comm.quantised import SEPARATE
 from runtime.execute.device.protocol import DeviceError, Event, MemoryInfo, Stream, Work
 
 # Bytes outside torch's allocator that are taken to be ours: the context, code, communicators. No driver call says whose
@@ -79,13 +80,15 @@ class CudaStream:
 
 
 class CudaGraph:
-    """One captured graph and the stream it is launched on."""
+    """One captured graph and the stream it is launched on. ``quantising``: its launches that only quantise."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, stream: CudaStream) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: CudaStream, quantising: int) -> None:
         self._graph = graph
         self._stream = stream
+        self._quantising = quantising
 
     def replay(self) -> None:
+        SEPARATE.count += self._quantising
         self._stream.run(self._graph.replay)
 
 
@@ -145,6 +148,7 @@ class CudaDevice:
                 for _ in range(warmups):
                     (warmup or work)()
             stream.synchronize()
+            before = SEPARATE.count
             # thread_local: the landing worker may wait for an event in another thread meanwhile.
             with (
                 torch.no_grad(),
@@ -157,7 +161,8 @@ class CudaDevice:
             raise DeviceError(f"capturing graph {name!r} on {self.torch_device}: {error}{first}") from error
         self._graphs.append(graph)
         self.captures += 1
-        return CudaGraph(graph, self._compute)
+        quantising, SEPARATE.count = SEPARATE.count - before, before
+        return CudaGraph(graph, self._compute, quantising)
 
     def _give_up_capture(self, current: torch.cuda.Stream) -> None:
         """Where a capture ends in an error, torch leaves its stream current, the pool in the recording state and,

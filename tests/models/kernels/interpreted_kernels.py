@@ -32,7 +32,7 @@ from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, Linear
 from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.ops.tuned import TunedProducts
-from parallel.comm.quantised import Quantised
+from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
@@ -121,7 +121,9 @@ def rows_as_codes(kernels: Nvidia) -> None:
         check_codes(into, kernels.silu_mul(gate_up), ("SiLU-mul", width, group))
         kernels.sigmoid_mul(x, residual, into=into)
         check_codes(into, kernels.sigmoid_mul(x, residual), ("gate", width, group))
+        before = SEPARATE.count
         codes.quantise(x, group, False, into)
+        assert SEPARATE.count == before + 1, "no other kernel above makes codes in a launch of its own"
         check_codes(into, x, ("alone", width, group))
         codes.quantise(x, group, False, into, cap=0.5)
         check_codes(into, x.clamp(-0.5, 0.5), ("cut", width, group))
