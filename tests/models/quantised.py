@@ -52,6 +52,9 @@ def schemes(block: int = 16) -> dict[str, Scheme]:
     return {
         "A": Scheme((block, block), "weight_scale_inv", blocks),
         "A-bf16": Scheme((block, block), "weight_scale_inv", blocks, dtype=torch.bfloat16),
+        "A-e8m0": Scheme((block, block), "weight_scale_inv", {**blocks, "scale_fmt": "ue8m0"},
+                         dtype=torch.float8_e8m0fnu),
+        "A-renamed": Scheme((block, block), "weight_scale", {**blocks, "scale_fmt": "ue8m0"}),
         "B": Scheme((0, 0), "weight_scale", {**fp8, "activation_scheme": "static"}, "ignored_layers", shape=_none,
                     beside={"input_scale": ()}),
         "B-inv": Scheme((0, 0), "weight_scale_inv", fp8, shape=_none, beside={"activation_scale": ()}),

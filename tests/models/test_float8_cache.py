@@ -89,9 +89,12 @@ def attention_of(
     return mixer
 
 
-@pytest.mark.parametrize("producer", SPELLINGS)
-def test_every_producers_names_are_known(producer: str, tmp_path: Path) -> None:
-    coded, _ = write_both(tmp_path, MODELS["qwen3"], "D")
+@pytest.mark.parametrize(
+    ("model", "producer"), [*(("qwen3", producer) for producer in SPELLINGS), ("qwen3-moe", "modelopt")]
+)
+def test_every_producers_names_are_known(model: str, producer: str, tmp_path: Path) -> None:
+    """Of a sparse model, too (vllm#25047)."""
+    coded, _ = write_both(tmp_path, MODELS[model], "D")
     change(coded, {ATTENTION + name: torch.tensor([scale]) for name, scale in SPELLINGS[producer].items()})
     layer = attention_of(coded)
     assert layer.kv_factors_2K is not None

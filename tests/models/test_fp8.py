@@ -25,9 +25,9 @@ from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
-from models.quantization import ALGORITHMS, READERS, STRATEGIES
+from models.quantization import ALGORITHMS, READERS, STRATEGIES, read_quantization
 from models.registry import ARCHITECTURES, config_from_dict, config_from_folder, model_class
-from models.weights import load_model
+from models.weights import load_model, without_memory
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from parallel.layers.experts import ExpertSplit
@@ -44,6 +44,7 @@ from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import reference_kernels
 from tests.runtime.engine.rig import request, run
 
+BLOCKS_OF_128 = read_quantization({"quantization_config": schemes(128)["A"].config})
 KEPT = re.compile(r"embed|lm_head|\.gate\.weight|shared_expert_gate|in_proj_ba|in_proj_[ab]\.|conv1d|router")
 EIGHT = {"num_attention_heads": 8, "intermediate_size": 80, "hidden_size": 40}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -175,6 +176,43 @@ def test_parts_of_one_projection_may_differ_in_scheme(tmp_path: Path) -> None:
     assert [part.outputs for part in qkv.parts] == [qkv.outputs - 10, 10]
     x_TN = torch.randn(3, qkv.inner)
     torch.testing.assert_close(reference_kernels().linear(x_TN, qkv), reference_kernels().linear(x_TN, expected))
+
+
+def test_fused_names_in_an_ignore_list_leave_numbers_as_they_are(tmp_path: Path) -> None:
+    """The names of other loaders' merged matrices (vllm#43981, sglang#26213): the files decide."""
+    config = MODELS["qwen3"]
+    tensors = full_tensors(config_from_dict(config))
+    numbers = re.compile(KEPT.pattern + "|[qkv]_proj|gate_proj|up_proj")
+    names = ["lm_head", "self_attn.qkv_proj", "mlp.gate_up_proj"]
+    stored, meant, said = quantise(tensors, schemes()["A"], lambda name: bool(numbers.search(name)), names)
+    for name, made, extra in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, {key: one.clone() for key, one in made.items()}, config=config | extra)
+    check_same(load(tmp_path / "coded"), load(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "block"),
+    [
+        ("qwen3-30b-a3b", 4, (64, 64)),
+        ("qwen3-30b-a3b", 8, (32, 32)),
+        ("qwen3.5-35b-a3b", 8, (64, 64)),
+        ("qwen3-next-80b-a3b", 8, (64, 64)),
+    ],
+)
+def test_experts_of_real_sizes_are_cut_without_rounding(shape: str, size: int, block: tuple[int, int]) -> None:
+    """Which peers refuse (vllm#25292, sglang#10852): blocks of 128 that the edges of a rank's experts cross."""
+    folder = Path(__file__).parents[2] / "models" / "shapes" / shape
+    config = config_from_folder(folder)
+    experts = config.experts
+    assert experts is not None
+    config = replace(config, layers=1, experts=replace(experts, layers=(0,)), quantization=BLOCKS_OF_128)
+    context = ModelContext(RankOf(size - 1, size), reference_kernels(), torch.bfloat16)
+    build_one = model_class(config.architecture)
+    model = without_memory(lambda plan: build_one(config, replace(context, plan=plan)), config.quantization)
+    found = {name: weight.format.block for name, weight in weights(model) if "experts" in name}
+    up, down = (next(block for name, block in found.items() if part in name) for part in ("gate_up", "down"))
+    assert (up, down) == ((block[0], 128), (128, block[1]))
 
 
 @pytest.mark.parametrize("size", [1, 2])
