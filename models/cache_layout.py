@@ -58,6 +58,18 @@ class CacheLayout:
         return [KvGroup(numbers, planes, page_size) for planes, numbers in self._alike() if isinstance(planes, tuple)]
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of its layers, ascending: the groups that have page tables of their own."""
+        return tuple(sorted({group.window for group in self.groups(1) if group.window is not None}))
+
+    def group_of(self, number: int) -> int:
+        """The group of a paged layer's page table: 0 for layers that attend to all tokens, n for the n-th window."""
+        planes = self.layers[number]
+        assert isinstance(planes, tuple)
+        window = planes[0].window
+        return 0 if window is None else 1 + self.windows.index(window)
+
+    @property
     def states(self) -> list[tuple[SlotState, tuple[int, ...]]]:
         """Each different slot state, with the numbers of its layers, in the order of the first of them."""
         return [(state, numbers) for state, numbers in self._alike() if isinstance(state, SlotState)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -240,13 +240,13 @@ class Undecided:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """token_ids_T int64; positions_T int64; kv_slots_T int64: page * S + offset where each token's KV is written
-    (page 0 is the trash page: masked rows point into it). logit_rows_R int64: the tokens, as indices into T,
-    whose hidden states are wanted; None means all.
-    real_T bool: tokens that are not masked; a decoder with experts derives it from kv_slots_T where it is None.
-    state: there where a layer has slot state.
-    exchange_rows: rows that every group brings to each exchange where groups share experts, at least T; None means T.
-    last_attention: of the tokens ``logit_rows_R`` alone, a row each with one new token, which sees what it sees in
-    ``attention``: so few tokens attend in the last layer, since nobody reads the others. None: all of them do.
+    (page 0 is the trash page: masked rows point into it). Where layers have windows, kv_slots_T and every page table
+    have a leading dim of groups, and a layer is given what ``of_group`` returns. logit_rows_R int64: the tokens, as
+    indices into T, whose hidden states are wanted; None means all. real_T bool: tokens that are not masked; a decoder
+    with experts derives it from kv_slots_T where it is None. state: there where a layer has slot state. exchange_rows:
+    rows that every group brings to each exchange where groups share experts, at least T; None means T. last_attention:
+    of the tokens ``logit_rows_R`` alone, a row each with one new token, which sees what it sees in ``attention``: so
+    few tokens attend in the last layer, since nobody reads the others. None: all of them do.
     """
 
     token_ids_T: Tensor
@@ -258,3 +258,23 @@ class StepInputs:
     state: StateRows | None = None
     exchange_rows: int | None = None
     last_attention: DecodeAttention | None = None
+
+    def of_group(self, number: int) -> StepInputs:
+        """With the page tables and KV places of one group of layers: 0 of those that attend to all tokens, n of the
+        n-th window, in ascending order. The same where all layers are of one group."""
+        if self.kv_slots_T.dim() == 1:
+            return self
+        attention, last = self.attention, self.last_attention
+        if isinstance(attention, MixedAttention):
+            attention = MixedAttention(_of_group(attention.decode, number), _of_group(attention.prefill, number))
+        else:
+            attention = _of_group(attention, number)
+        last = None if last is None else _of_group(last, number)
+        return replace(self, kv_slots_T=self.kv_slots_T[number], attention=attention, last_attention=last)
+
+
+_Attention = TypeVar("_Attention", DecodeAttention, PrefillAttention, DecodeAttention | PrefillAttention)
+
+
+def _of_group(attention: _Attention, number: int) -> _Attention:
+    return replace(attention, page_table_BP=attention.page_table_BP[number])

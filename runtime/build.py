@@ -385,6 +385,7 @@ def _schedule(config: EngineConfig, limits: StepLimits, executor: Executor) -> S
         max_sessions=config.max_sessions,
         session_policy=config.session_policy,
         snapshots=_snapshot_policy(config, executor.snapshots),
+        windows=executor.sizing.windows,
     )
 
 

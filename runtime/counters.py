@@ -42,6 +42,10 @@ def engine_counters(
     counted |= {f"late_captures{{{variant}}}": count for variant, count in executor.late_captures.items()}
     counted |= {f"fallbacks{{{name}}}": count for name, count in executor.fallbacks.counts.items()}
     counted |= {f"chain_breaks{{{reason}}}": count for reason, count in schedule.chain_breaks.items()}
+    counted |= {f"evicted_for{{{group}}}": count for group, count in schedule.evicted_for.items()}
+    for pool in scheduler.ledger.windows:
+        counted[f"window_blocks{{{pool.window}}}"] = pool.count
+        counted[f"window_blocks_used{{{pool.window}}}"] = pool.count - pool.free_count
     kept, compared = schedule.spec_accepted_per_position, schedule.spec_compared_per_position
     counted |= {f"spec_accepted_per_position{{{position}}}": count for position, count in enumerate(kept)}
     counted |= {f"spec_compared_per_position{{{position}}}": count for position, count in enumerate(compared)}

@@ -89,7 +89,7 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "mixed.proposed": (DraftTokens, "proposed"),
     # Proposed(tokens_BQ, ...): the same, as it is made
     "mixed.Proposed": (drafts, "Proposed"),
-    # of_paged(caches) -> the mover of an accepted path's KV entries; None: chains move none
+    # of_paged(caches, layout) -> the mover of an accepted path's KV entries; None: chains move none
     "mixed.mover": (drafts, "EntryMover.of_paged"),
     # make_memory(): buffers shared by steps of all widths
     "mixed.make_memory": (DraftTokens, "_make_memory"),

@@ -71,6 +71,7 @@ _REASONS: Final = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS: Final = ("queue_full", "shutting_down", "loading", "engine_lost", "too_many_connections", "invalid")
 _LABELLED: Final = {  # engine counters by label: the label's name
     "chain_breaks": "reason",
+    "evicted_for": "kv_group",
     "finished": "reason",
     "late_captures": "variant",
     "fallbacks": "what",
@@ -80,6 +81,10 @@ _LABELLED: Final = {  # engine counters by label: the label's name
     "group_idle_steps": "group",
 }
 _NOW: Final = {"fenced_blocks": "Blocks that will be free once the steps in flight have landed."}  # and fall again
+_WINDOWS: Final = {  # the same of each group of layers with a sliding window
+    "window_blocks": "KV blocks of layers that see a window of tokens.",
+    "window_blocks_used": "Those of them that requests hold.",
+}
 _BY_POSITION: Final = (  # of a window: engine counter, metric, help text; the first under vLLM's name
     (
         "spec_accepted_per_position",
@@ -312,7 +317,7 @@ class _Page(Collector):
         buckets = _cumulated(AGREEMENT_BOUNDS, stats.agreements)
         seconds.add_metric(list(self._labels.values()), buckets, stats.agreement_seconds)
         yield seconds
-        labelled: dict[str, list[tuple[str, float]]] = {name: [] for name in _LABELLED}
+        labelled: dict[str, list[tuple[str, float]]] = {name: [] for name in (*_LABELLED, *_WINDOWS)}
         for name, value in stats.counters.items():
             found = _LABEL.fullmatch(name)
             if name.startswith("spec_"):  # under vLLM's names
@@ -324,7 +329,13 @@ class _Page(Collector):
             elif found.group(1) in labelled:
                 labelled[found.group(1)].append((found.group(2), value))
         for name, values in labelled.items():
-            yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", values, _LABELLED[name])
+            if name in _LABELLED:
+                yield self._counter(f"lockstride:{name}", "See runtime/counters.py.", values, _LABELLED[name])
+            elif values:
+                windows = GaugeMetricFamily(f"lockstride:{name}", _WINDOWS[name], labels=[*self._labels, "window"])
+                for window, value in values:
+                    windows.add_metric([*self._labels.values(), window], value)
+                yield windows
         restarts = [("", float(stats.restarts))]
         yield self._counter("lockstride:api_process_restarts", "API processes that had to be started again.", restarts)
         gone = [("", float(stats.disconnected))]

@@ -169,7 +169,10 @@ class Decoder(CheckpointParts):
         residual streams of all T tokens behind its layers afterwards; with one, the last layer is computed whole.
         """
         inputs = self._with_real_tokens(self._with_prefill_plan(inputs, caches), caches)
-        planned = {alike: self._planned(inputs, *found, caches) for alike, found in self._attentions.items()}
+        planned = {
+            alike: self._planned(inputs.of_group(self.cache_layout.group_of(found[0])), *found, caches)
+            for alike, found in self._attentions.items()
+        }
         x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
         wanted_R = inputs.logit_rows_R
@@ -324,7 +327,7 @@ class Decoder(CheckpointParts):
         if paged is None:
             raise ValueError("experts need real_T where no layer is paged: nothing else tells which tokens are masked")
         page_size = cast(Tensor, caches[paged]).shape[2]
-        return replace(inputs, real_T=inputs.kv_slots_T >= page_size)
+        return replace(inputs, real_T=inputs.of_group(0).kv_slots_T >= page_size)
 
     def checkpoint_copies(self) -> dict[str, Shard]:
         """Checkpoint tensors that may be there but only repeat another one: the head of a tied model."""

@@ -21,7 +21,7 @@ import torch
 from models.layers.decoder import Decoder
 from parallel.comm.quantised import SEPARATE
 from runtime.execute.cache.pool import CachePool
-from runtime.execute.cache.sizing import CacheShape, CacheSizing, size_cache, snapshots_that_fit
+from runtime.execute.cache.sizing import CacheShape, CacheSizing, WindowDemand, size_cache, snapshots_that_fit
 from runtime.execute.device.protocol import Device, Work
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec
@@ -135,6 +135,7 @@ class Executor:
             late_bytes=int(device.memory_info().total * LATE_TABLES_SHARE),
             history=0 if self._make_proposer is None else limits.max_model_len + limits.width,
             grammars=self.grammars,
+            groups=1 + len(self._model.cache_layout.windows),
         )
         decode_tokens = (max_rows * limits.window if config.mixed_windows else max_rows) if config.mixed else 0
         most_tokens = limits.max_prefill_tokens + decode_tokens
@@ -155,6 +156,7 @@ class Executor:
             blocks=self.sizing.num_blocks,
             slots=limits.slots,
             snapshots=self.sizing.shape.snapshots,
+            windows=self.sizing.windows,
         )
         self.staging.on_seated, self.staging.on_restored = self.pool.reset, self.pool.copy_states
         self.staging.on_forked = self.pool.fork
@@ -386,7 +388,9 @@ class Executor:
     def _size(self) -> CacheSizing:
         """Run the largest step of every kind over padding, measure it, and divide what is left by the block size."""
         config, limits = self._config, self._config.limits
-        pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0)  # what padding touches
+        windows = self._model.cache_layout.windows
+        no_blocks = [(window, 0) for window in windows]
+        pool = CachePool(self.device, block_size=limits.block_size, blocks=0, slots=0, windows=no_blocks)  # for padding
         *further, decode, prefill = self._make_roles(pool)
         assert isinstance(decode, RowStep)
         assert isinstance(prefill, PackedStep)
@@ -402,13 +406,15 @@ class Executor:
         self._tune()
         prefill.compile_shorter()
         decode.compile_sampling()
-        shape = CacheShape(pool.layout, limits.block_size, limits.slots)
+        demands = tuple([WindowDemand.of(window, limits) for window in windows])
+        shape = CacheShape(pool.layout, limits.block_size, limits.slots, windows=demands)
         shape = replace(shape, snapshots=self._snapshots_of(shape, max(peaks)))
         num_blocks = config.num_blocks
         if num_blocks is None and self.device.torch_device.type == "cpu":
             all_rows = limits.slots * self.tables.max_blocks
             left = max(0, CPU_KV_BYTES - shape.state_bytes)
-            num_blocks = min(all_rows, left // max(1, shape.block_bytes))
+            of_all = shape.block_bytes + sum(shape.bytes_of(window) for window in windows)
+            num_blocks = min(all_rows, left // max(1, of_all))
         sizing = size_cache(
             self.device.memory_info(),
             max(peaks),
@@ -419,7 +425,8 @@ class Executor:
             num_blocks=num_blocks,
             history_bytes=0 if self.tables.history_SL is None else self.tables.history_SL.nbytes,
         )
-        sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks))
+        agreed = tuple([config.agree_min(blocks) for blocks in sizing.window_blocks])
+        sizing = sizing.with_blocks(config.agree_min(sizing.num_blocks), agreed)
         log.info("%s", sizing)
         return sizing
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.slot_state import NEWEST, SlotTables, fill_record
-from runtime.schedule.plan import PADDING_SLOT, StepKind, StepPlan
+from runtime.schedule.plan import PADDING_SLOT, Fork, SlotCopy, StepKind, StepPlan
 
 _Array = npt.NDArray[Any]
 
@@ -35,9 +35,10 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
     slots; chunk_rows_4R int64: slots, emitting slots, logit rows, which decode; scored_2S int64 (see Chunks).
     history_cells_T int64, flat indices into the table of histories, and history_T int32: the tokens that slots begin
     with, where histories are kept. copied_blocks_2C int64: blocks, and those that get their contents after the step's
-    forward pass. restored_2H int64: rows of state banks (cache/pool.py), and those that get their contents before it;
-    kept_2C int64: the same after it, of forks and snapshots. forked_2C and forked_blocks_2C int64: rows of state banks
-    and blocks, and those that get their contents before anything else happens. Of slot features: what each writes.
+    forward pass, two rows a group of layers. restored_2H int64: rows of state banks (cache/pool.py), and those that get
+    their contents before it; kept_2C int64: the same after it, of forks and snapshots. forked_2C and forked_blocks_2C
+    int64: rows of state banks and blocks, and those that get their contents before anything else happens. Of slot
+    features: what each writes.
     """
     plan = spec.plan
     packed: dict[str, _Array] = {}
@@ -56,7 +57,7 @@ def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, m
         _pack_chunks(packed, spec, max_rows)
         if plan.scored_tokens:
             _pack_scored(packed, plan)
-        if copied := [fork.copied for fork in plan.forks if fork.copied is not None]:
+        if copied := _copied(plan.forks):
             packed["copied_blocks_2C"] = np.array(copied, np.int64).T.copy()
         _pack_states(packed, plan, tables)
     elif mapped is not plan.slots:
@@ -120,12 +121,14 @@ def _pack_blocks(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) 
     count = len(plan.block_writes)
     slots_M, indices_M, blocks_M = _integers(tuple(chain.from_iterable(plan.block_writes))).reshape(count, 3).T
     _check_slots(plan, "a block write", slots_M, tables)
-    if indices_M.min() < 0 or indices_M.max() >= tables.max_blocks:
+    groups, slots, most = tables.block_tables_GSP.shape
+    if indices_M.min() < 0 or indices_M.max() >= groups * most:
         raise ValueError(
             f"step {plan.step}: a block write names block {indices_M.max()} of a request, the block table has "
-            f"{tables.max_blocks}; see --max-model-len"
+            f"{groups * most}; see --max-model-len"
         )
-    packed["cells_M"] = slots_M * tables.max_blocks + indices_M
+    groups_M, indices_M = np.divmod(indices_M, most)
+    packed["cells_M"] = (groups_M * slots + slots_M) * most + indices_M
     _check_distinct(plan, "block writes", packed["cells_M"])
     packed["blocks_M"] = blocks_M.astype(np.int32)
 
@@ -133,8 +136,9 @@ def _pack_blocks(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) 
 def _pack_copies(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
     """One launch copies all, in no order: what one reads no other may write."""
     pairs = [(copy.source, copy.slot) for copy in plan.copies]
-    blocks = [copy.copied for copy in plan.copies if copy.copied is not None]
-    for what, two in (("slots", pairs), ("blocks", blocks)):
+    blocks = _copied(plan.copies)
+    by_group = [("blocks", [(row[2 * group], row[2 * group + 1]) for row in blocks]) for group in _groups(blocks)]
+    for what, two in (("slots", pairs), *by_group):
         targets = {target for _, target in two}
         if len(targets) < len(two) or any(source in targets for source, _ in two):
             raise ValueError(f"step {plan.step}: copies of {what} {two} write what one of them reads or writes")
@@ -142,6 +146,15 @@ def _pack_copies(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) 
     _check_slots(plan, "a copy", packed["forked_2C"], tables)
     if blocks:
         packed["forked_blocks_2C"] = np.array(blocks, np.int64).T.copy()
+
+
+def _copied(copies: Sequence[Fork | SlotCopy]) -> list[tuple[int, ...]]:
+    """Of each that copies blocks: (block, its own) of every group, one after the other."""
+    return [(*c.copied, *chain.from_iterable(c.in_windows)) for c in copies if c.copied is not None]
+
+
+def _groups(copied: Sequence[tuple[int, ...]]) -> range:
+    return range(len(copied[0]) // 2 if copied else 0)
 
 
 def kept_states(plan: StepPlan) -> int:

@@ -135,7 +135,8 @@ class SlotColumns:
 class SlotTables:
     """All tables, for slots 0..max_requests (0 is padding), allocated once.
 
-    last_token and the rest by name: ``columns``. Blocks: ``block_table_SP`` int32 [slots, max_blocks]. ``features``:
+    last_token and the rest by name: ``columns``. Blocks: ``block_tables_GSP`` int32 [groups, slots, max_blocks], one a
+    group of layers, of which ``block_table_SP`` is the first: of layers that attend to all tokens. ``features``:
     one of each, over ``vocab_size`` ids; one with more than ``late_bytes`` of late tables makes them when the first
     request needs it (None: no limit). ``grammars``: compiles those of requests. ``history_SL`` int32 [slots, history]:
     the tokens of each slot's sequence by position, where proposers ask for it (``history`` positions, 0: None); past
@@ -153,6 +154,7 @@ class SlotTables:
         late_bytes: int | None = None,
         history: int = 0,
         grammars: Grammars | None = None,
+        groups: int = 1,
     ) -> None:
         self.slots = max_requests + 1
         self.max_blocks = max_blocks
@@ -160,7 +162,8 @@ class SlotTables:
         self.stop_ids = stop_ids
         self.record_dtype = record_dtype(stop_ids)
         self.columns = SlotColumns(device.zeros(self.slots, self.record_words, dtype=torch.int32), stop_ids)
-        self.block_table_SP = device.zeros(self.slots, max_blocks, dtype=torch.int32)
+        self.block_tables_GSP = device.zeros(groups, self.slots, max_blocks, dtype=torch.int32)
+        self.block_table_SP = self.block_tables_GSP[0]
         self.features = [make(device, self.slots, vocab_size) for make in FEATURES]
         for feature in self.features:
             feature.grammars = grammars
@@ -210,6 +213,12 @@ class SlotTables:
     def gather_blocks(self, rows_B: Tensor) -> Tensor:
         """Their block table rows, int32 [B, max_blocks]; a copy, graph-safe."""
         return self.block_table_SP.index_select(0, rows_B)
+
+    def gather_groups(self, rows_B: Tensor) -> Tensor:
+        """The same of every group, [groups, B, max_blocks]; of one, as ``gather_blocks``. For StepInputs."""
+        if len(self.block_tables_GSP) == 1:
+            return self.gather_blocks(rows_B)
+        return self.block_tables_GSP.index_select(1, rows_B)
 
     def move_ends(self, slots_U: Tensor, max_length_U: Tensor, revived_U: Tensor) -> None:
         """Slots end at other lengths from now on; where ``revived_U`` is not 0 they are live again. All int64 [U].

@@ -122,7 +122,7 @@ class Staging:
         self._chunk_tokens_3T = device.zeros(3, max_prefill_tokens, dtype=torch.int64)
         self._chunk_rows_4R = device.zeros(4, max_rows, dtype=torch.int64)
         self._scored_2T = device.zeros(2, max_prefill_tokens, dtype=torch.int64)
-        self._copied_blocks_2R = device.zeros(2, max_rows, dtype=torch.int64)
+        self._copied_blocks_2R = device.zeros(2 * len(tables.block_tables_GSP), max_rows, dtype=torch.int64)
         self._kept_2R = device.zeros(2, max_rows, dtype=torch.int64)
         # Of a token its id, position and slot, and what is scored or an entry of attention's plan: never both.
         expected_bytes = max_rows * (tables.record_dtype.itemsize + 256) + max_prefill_tokens * 40 + 1024
@@ -162,11 +162,11 @@ class Staging:
         """
         ids_T, positions_T, slots_T = self._chunk_tokens_3T
         slots_R, _, logit_rows_R, _ = self._chunk_rows_4R
-        blocks_SP, compute = self._tables.block_table_SP, self._device.compute
+        tables_GSP, compute = self._tables.block_tables_GSP, self._device.compute
         staged = positions_T, slots_T, slots_R, logit_rows_R
 
         def prompts(lengths: Sequence[int]) -> None:
-            lengths = lengths[: len(blocks_SP) - 1]
+            lengths = lengths[: self._tables.slots - 1]
             slots, each = torch.arange(1, 1 + len(lengths)), torch.tensor(lengths)
             positions = torch.cat([torch.arange(length) for length in lengths])
             made = positions, slots.repeat_interleave(each), slots, each.cumsum(0) - 1
@@ -175,9 +175,9 @@ class Staging:
                 for tensor, numbers in zip(staged, made, strict=True):
                     tensor.zero_()
                     tensor[: len(numbers)].copy_(numbers)
-                blocks_SP[: 1 + len(slots)].fill_(block)
+                tables_GSP[:, : 1 + len(slots)].fill_(block)
                 if self.on_seated is not None:
-                    self.on_seated(slots.to(blocks_SP.device))
+                    self.on_seated(slots.to(tables_GSP.device))
 
             compute.submit(work)
 
@@ -188,7 +188,7 @@ class Staging:
         finally:
             for tensor in (ids_T, *staged):
                 compute.submit(tensor.zero_)
-            compute.submit(lambda: blocks_SP.fill_(TRASH_BLOCK))
+            compute.submit(lambda: tables_GSP.fill_(TRASH_BLOCK))
 
     @property
     def max_rows(self) -> int:
@@ -202,7 +202,7 @@ class Staging:
         return replace(chunks, scored_2S=self._scored_2T[:, :scored]) if scored else chunks
 
     def copied_blocks(self, spec: LaunchSpec) -> Tensor:
-        """int64 [2, C]: blocks, and those that get their contents behind the forward pass; C may be 0."""
+        """int64 [2, C], of each group: blocks, and those that get their contents after the forward pass; C may be 0."""
         return self._copied_blocks_2R[:, : sum(fork.copied is not None for fork in spec.plan.forks)]
 
     def kept_states(self, spec: LaunchSpec) -> Tensor:
@@ -338,7 +338,7 @@ def apply_changes(
     if "updates_3U" in changes:
         tables.move_ends(*changes["updates_3U"])
     if "cells_M" in changes:
-        tables.block_table_SP.view(-1).index_copy_(0, changes["cells_M"], changes["blocks_M"])
+        tables.block_tables_GSP.view(-1).index_copy_(0, changes["cells_M"], changes["blocks_M"])
     if "history_T" in changes and tables.history_SL is not None:
         tables.history_SL.view(-1).index_copy_(0, changes["history_cells_T"], changes["history_T"])
     for feature in tables.features:

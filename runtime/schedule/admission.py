@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from runtime.schedule import prefix, reservation, session_rules
+from runtime.schedule import prefix, reservation, session_rules, windows
 from runtime.schedule.blocks import root_of
 from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import Finished, Fork
@@ -59,7 +59,7 @@ def _refusal(ledger: Ledger, request: Request, max_length: int) -> str | None:
         return f"prompt has {prompt} tokens, max_model_len is {most_tokens}"
     if (waiting := ledger.waiting_arrivals) >= config.max_waiting:
         return f"{waiting} requests are waiting, max_waiting is {config.max_waiting}"
-    if (needed := reservation.most_blocks(ledger, max_length)) > config.blocks:
+    if (needed := ledger.limits.most_blocks(max_length)) > config.blocks:
         return (
             f"{prompt} prompt + {max_length - prompt} new tokens need {needed} blocks of "
             f"{ledger.limits.block_size}, the pool has {config.blocks}"
@@ -71,17 +71,19 @@ def room_version(ledger: Ledger) -> int:
     """Changes whenever an admission that did not fit may fit: a block came back, a prompt's block was published, or a
     request paused or parked, which may be evicted for it.
     """
-    return ledger.pool.drops + ledger.prompt_blocks + ledger.idled
+    return ledger.pool.drops + ledger.prompt_blocks + ledger.idled + sum([pool.drops for pool in ledger.windows])
 
 
 def admit(ledger: Ledger, sequence: SequenceState, hits: list[int], fresh: int) -> None:
     """Give a waiting sequence a slot, the cached blocks ``hits`` of its prefix, and ``fresh`` new ones.
 
-    The caller has checked that a slot and the blocks are free (unreferenced ``hits`` count as free).
+    The caller has checked that a slot and the blocks are free (unreferenced ``hits`` count as free), and that its
+    windows have room.
     """
     slot = ledger.slots.take()
     ledger.move(sequence, Trigger.ADMIT)
     sequence.seated(slot, ledger.slots.epochs[slot])
+    windows.seat(ledger, sequence)
     prefix.share(ledger, sequence, hits)
     sequence.blocks += ledger.pool.take(fresh)
     ledger.write_blocks(sequence, 0)
@@ -122,8 +124,8 @@ def blocks_to_fork(ledger: Ledger, answer: SequenceState) -> int:
 def fork(ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: int) -> Fork:
     """Admit ``answer`` at the last chunk of ``prompt``, chunk number ``chunk`` of the plan being made.
 
-    The caller has checked that a slot and ``blocks_to_fork`` are free. Both have the same prompt; none of either's
-    tokens is generated.
+    The caller has checked that a slot, ``blocks_to_fork`` and room for its windows are free. Both have the same prompt;
+    none of either's tokens is generated.
     """
     slot = ledger.slots.take()
     ledger.move(answer, Trigger.FORK)
@@ -134,6 +136,7 @@ def fork(ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: in
     shared = prompt.blocks[:full]
     ledger.pool.share(shared)
     answer.blocks = shared + ledger.pool.take(fresh)
+    pairs = windows.copy(ledger, prompt, answer, full, [pool.take(fresh) for pool in ledger.windows])
     answer.borrowed = True  # no token has been sampled over the end of this prompt yet
     ledger.write_blocks(answer, 0)
     answer.planned_tokens = answer.landed_tokens + 1
@@ -142,4 +145,6 @@ def fork(ledger: Ledger, prompt: SequenceState, answer: SequenceState, chunk: in
     ledger.counters.admissions += 1
     ledger.counters.forks += 1
     ledger.counters.forked_tokens += answer.landed_tokens
-    return Fork(slot, chunk, (prompt.blocks[full], answer.blocks[full]) if rest else None)
+    if not rest:
+        return Fork(slot, chunk)
+    return Fork(slot, chunk, (prompt.blocks[full], answer.blocks[full]), pairs)

@@ -62,6 +62,21 @@ class StepLimits:
         """Blocks that one sequence may hold: its last step writes a draft window after the last token but one."""
         return -(-(self.max_model_len + self.window) // self.block_size)
 
+    def most_blocks(self, max_length: int) -> int:
+        """Blocks that a request of ``max_length`` tokens can ever need.
+
+        The newest token has no KV yet, so a live row starts at most at position max_length - 2, and writes a window
+        from there: W entries, or those of a draft tree.
+        """
+        return -(-(max_length - 2 + self.window) // self.block_size)
+
+    def window_blocks(self, window: int) -> int:
+        """Blocks that a decode row holds at most of layers that see the last ``window`` keys: those before its newest
+        token, what is reserved ahead, half a block taken early, and one for where pages begin.
+        """
+        most = window - 1 + self.tokens_ahead + self.block_size // 2
+        return min(self.max_blocks, -(-most // self.block_size) + 1)
+
     @property
     def window(self) -> int:
         """KV entries that a row writes in its widest step: a tree's tokens, or W."""
@@ -187,17 +202,18 @@ SessionPolicy = Literal["evict", "close", "refuse"]
 class SchedulerConfig:
     """What plans depend on besides events and results, the same on every rank.
 
-    ``blocks`` counts usable KV blocks, without the trash block. ``widths`` are the widths W of decode steps in tokens a
-    row, used in turn: decode step n has ``widths[n % len(widths)]``; without any, all have ``limits.width``.
-    ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``: prefill chunks
-    run in the steps of the decode rows. None: in separate steps, at most ``prefill_burst`` in a row while others
-    decode. ``max_waiting``: requests that may queue. ``speculation``: decode and mixed steps have its width or
-    1, as speculation.py decides; ``widths`` count for nothing then. ``max_sessions``: sessions there may
-    be, from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
+    ``blocks`` counts usable KV blocks, without the trash block, of layers that attend to all tokens. ``windows``: (W,
+    blocks) of each group of layers that attend to the last W keys only (windows.py). ``widths`` are the widths W of
+    decode steps in tokens a row, used in turn: decode step n has ``widths[n % len(widths)]``; without any, all have
+    ``limits.width``. ``horizon``: L, by which events come early; no plan uses it, the digest holds it and D. ``mixed``:
+    prefill chunks run in the steps of the decode rows. None: in separate steps, at most ``prefill_burst`` in a row
+    while others decode. ``max_waiting``: requests that may queue. ``speculation``: decode and mixed steps have its
+    width or 1, as speculation.py decides; ``widths`` count for nothing then. ``max_sessions``: sessions there may be,
+    from their first token to their close; each may hold a slot all that time, so there are as many slots beyond
     ``rows``. ``session_policy``: what becomes of those that are parked when memory is short. ``snapshots``: of a model
     that keeps recurrent state; it needs them for prefix caching, and others have none.
     Raises ValueError for widths outside 1 to ``limits.width``, for mixed buckets that all decode rows would fill, for
-    too few slots, and for another policy.
+    too few slots, for a group that cannot hold one window, and for another policy.
     """
 
     limits: StepLimits
@@ -212,6 +228,7 @@ class SchedulerConfig:
     max_sessions: int = 0
     session_policy: SessionPolicy = "evict"
     snapshots: SnapshotPolicy | None = None
+    windows: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         rows, width = self.limits.rows, self.limits.width
@@ -226,6 +243,12 @@ class SchedulerConfig:
             raise ValueError(
                 f"session_policy is {self.session_policy!r}, but must be one of {', '.join(get_args(SessionPolicy))}"
             )
+        for window, blocks in self.windows:
+            if window < 1 or blocks < self.limits.window_blocks(window):
+                raise ValueError(
+                    f"the KV group of window {window} has {blocks} blocks, but windows are 1 or more, and a request "
+                    f"may hold {self.limits.window_blocks(max(1, window))} blocks of it"
+                )
         if not self.widths:
             object.__setattr__(self, "widths", (width,))
         if min(self.widths) < 1 or max(self.widths) > width:

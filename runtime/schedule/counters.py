@@ -33,7 +33,9 @@ class ScheduleCounters:
     found a stop string (``finished{stop}``). ``pauses``, ``resumes``: events that changed something; a second Pause of
     a paused request does not. ``admissions``: requests that were given a slot; after an eviction once more.
     ``deferred_admissions``: attempts to admit the head of the queue that failed for want of blocks or a slot. The next
-    attempt is made when blocks came back, or a request paused, so that a long wait counts several times.
+    attempt is made when blocks came back, or a request paused, so that a long wait counts several times. ``evictions``:
+    requests that gave up slot and blocks; ``evicted_for``: the same by what was short: ``slots``, or blocks of a KV
+    group, ``full`` or ``window_<W>``.
 
     Prompts, in tokens: ``prefill_tokens`` were computed. ``prefix_query_tokens`` were looked up in the prefix index, of
     which ``prefix_hit_tokens`` were there or came in time, so that they were not computed. ``prefix_waits``: blocks
@@ -74,6 +76,7 @@ class ScheduleCounters:
     pauses: int = 0
     resumes: int = 0
     evictions: int = 0
+    evicted_for: dict[str, int] = field(default_factory=dict)
     stalls: int = 0
     fenced_blocks: int = 0
     prefill_tokens: int = 0

@@ -7,6 +7,8 @@ Does not know: which rows make a step (planner.py), results of steps (scheduler.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from runtime.schedule.blocks import BlockPool
 from runtime.schedule.chain import Chain, advance
 from runtime.schedule.config import SchedulerConfig
@@ -21,6 +23,7 @@ from runtime.schedule.sharing import PrefixSharing
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.snapshots import NO_SNAPSHOT, SnapshotPool
 from runtime.schedule.states import State, Trigger
+from runtime.schedule.window_pool import WindowPool
 
 LANES = 3  # classes of the waiting queue, with mixed steps
 LONG_LANE, SCORED_LANE = 1, 2
@@ -30,6 +33,7 @@ _IN_LINE = (State.WAITING, State.JOINING)
 class Ledger:
     """``sequences`` holds every unfinished request by id, ``by_state`` the same by state, in the order they entered it.
 
+    ``pool`` holds the blocks of layers that attend to all tokens, ``windows`` those of each group with a window.
     ``chain`` holds the steps in flight, which fences wait for. ``digest`` and ``counters`` are the scheduler's: every
     part folds and counts its own decisions. ``decode_version`` changes whenever a request enters or leaves DECODE.
     ``sessions``: sessions by id. ``news``: session notifications, and sessions that were closed for lack of room, since
@@ -51,6 +55,7 @@ class Ledger:
         self.snapshots = None if keeps is None else SnapshotPool(keeps.count)
         self.fenced: set[int] = set()
         self.pool = BlockPool(config.blocks, config.limits.block_size, self.snapshots, self.fenced)
+        self.windows = [WindowPool(window, count, config.limits, self.fenced) for window, count in config.windows]
         self.slots = SlotPool(config.limits.slots, self.fenced)
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.limits.depth)
@@ -64,8 +69,10 @@ class Ledger:
             self.digest.fold(0, "speculation", config.speculation.numbers)
         if keeps is not None:
             self.digest.fold(0, "snapshots", keeps.numbers)
+        if config.windows:
+            self.digest.fold(0, "windows", tuple(chain.from_iterable(config.windows)))
         self.counters = ScheduleCounters()
-        self.sharing = PrefixSharing(config, self.pool, self.counters)
+        self.sharing = PrefixSharing(config, self.pool, self.windows, self.counters)
         self.sequences: dict[int, SequenceState] = {}
         self.by_state: dict[State, dict[int, SequenceState]] = {state: {} for state in State}
         self.sessions: dict[int, SequenceState] = {}
@@ -229,13 +236,21 @@ class Ledger:
             for cell in [cell for cell in self.block_writes if cell[0] == sequence.slot]:
                 del self.block_writes[cell]
             self.slot_updates.pop(sequence.slot, None)
-        if self.chain.landed_after(step):
+        landed = self.chain.landed_after(step)
+        if landed:
             self.pool.give_back(sequence.blocks)
             self.slots.give_back(sequence.slot)
         else:
             self.pool.retire_after(step, sequence.blocks)
             self.slots.retire_after(step, sequence.slot)
         sequence.blocks, sequence.given_up = [], sequence.blocks
+        for pool, pages in zip(self.windows, sequence.windows, strict=True):
+            if landed:
+                pool.give_back(pages.blocks)
+            else:
+                pool.retire_after(step, pages.blocks)
+            pages.promised, pages.blocks, pages.given_up = 0, [], pages.blocks
+            pool.charge(pages)
 
     def end_slot(self, sequence: SequenceState) -> None:
         """Its rows in flight are ghosts from now on."""
@@ -270,6 +285,8 @@ class Ledger:
             if sequence.state is State.EVICTING:
                 self._requeue(sequence)
         self.pool.landed(step)
+        for pool in self.windows:
+            pool.landed(step)
         self.slots.landed(step)
 
     def unpin(self, sequence: SequenceState) -> None:
@@ -292,6 +309,9 @@ class Ledger:
             if self.saving and (index + 1) * size == sequence.prefilled:
                 saved = self.saving.pop(sequence.request.request_id, NO_SNAPSHOT)
             sequence.prefix_id = self.pool.publish(block, sequence.prefix_id, sequence.tokens, index, snapshot=saved)
+            for pool, pages in zip(self.windows, sequence.windows, strict=True):
+                for page in pages.within(index, index + 1):
+                    pool.enter(page, sequence.prefix_id)
             sequence.published_blocks += 1
 
     def publish_landed(self, sequence: SequenceState) -> None:
@@ -300,6 +320,8 @@ class Ledger:
             begun = sequence.published_blocks
             self.publish(sequence, sequence.landed_tokens - 1)  # the KV of the newest token is not written yet
             self.pool.trust(sequence.blocks[begun : sequence.published_blocks])
+            for pool, pages in zip(self.windows, sequence.windows, strict=True):
+                pool.trust(pages.within(begun, sequence.published_blocks))
 
     # ---- for the next plan ----
 
@@ -308,6 +330,16 @@ class Ledger:
         slot = sequence.slot
         for index, block in enumerate(sequence.blocks[first:end], first):
             self.block_writes[slot, index] = slot, index, block
+        if sequence.windows:
+            self.write_windows(sequence, first, end)
+
+    def write_windows(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
+        """The same in the tables of groups with a window, which lie behind that of all tokens: pages held of these."""
+        slot = sequence.slot
+        for group, pages in enumerate(sequence.windows, 1):
+            begin = group * self.limits.max_blocks + max(first, pages.first)
+            for index, block in enumerate(pages.within(first, pages.end if end is None else end), begin):
+                self.block_writes[slot, index] = slot, index, block
 
     def update_slot(self, sequence: SequenceState, *, revive: bool) -> None:
         """Queue a device update of its end."""
@@ -339,6 +371,10 @@ class Ledger:
         holders = [s for s in self.sequences.values() if s.slot and s.state is not State.EVICTING]
         self.slots.check([s.slot for s in holders])
         self.pool.check([block for s in holders for block in s.blocks])
+        for number, pool in enumerate(self.windows):
+            held = [s.windows[number] for s in holders]
+            pool.check([block for pages in held for block in pages.blocks])
+            pool.check_charges(held)
         roots: dict[int, int] = {}
         for s in holders:
             if any(roots.setdefault(block, s.root) != s.root for block in s.blocks):

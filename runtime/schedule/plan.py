@@ -183,11 +183,13 @@ class Fork:
     It samples its first token after that chunk's last one, into ``slot``. ``chunk``: index of that chunk in the plan.
     The full blocks of the prompt are in the table of both slots. Where the prompt ends within a block, ``copied`` is
     (that block, the answer's own): once the step has written the one, its contents are copied to the other.
+    ``in_windows``: the same of each group with a window.
     """
 
     slot: int
     chunk: int
     copied: tuple[int, int] | None = None
+    in_windows: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +197,15 @@ class SlotCopy:
     """A forked session: ``slot`` starts with what ``source`` holds, copied before anything else of the step.
 
     Slot state is copied. The full blocks of KV are in the table of both; where the tokens with KV end within a
-    block, ``copied`` is (that block, the new slot's own), and its contents are copied, too. Nothing of ``source`` is in
-    flight, and no slot or block is source of one copy and target of another.
+    block, ``copied`` is (that block, the new slot's own), and its contents are copied, too; ``in_windows``: the same of
+    each group with a window. Nothing of ``source`` is in flight, and no slot or block is source of one copy and target
+    of another.
     """
 
     source: int
     slot: int
     copied: tuple[int, int] | None = None
+    in_windows: tuple[tuple[int, int], ...] = ()
 
 
 class Constrained(NamedTuple):
@@ -217,7 +221,8 @@ class StepPlan(NamedTuple):
 
     ``slots``: row -> slot for the real rows; the same tuple object as the previous decode step's while membership did
     not change, so that staging can compare by identity. How many rows are launched is no part of the plan (LaunchSpec).
-    ``block_writes``: (slot, index, block): entries of the device block table to set before anything else. They and
+    ``block_writes``: (slot, index, block): entries of the device block table to set before anything else; page i of the
+    n-th group with a window has index n * max_blocks + i, n from 1. They and
     ``slot_writes`` and ``slot_updates``, of other slots, take effect before the step's rows are gathered.
     ``width``: tokens a row may append in this step (W), 1 for prefill. A decode row writes W KV entries from its newest
     token's position on, and holds blocks for all of them. A row with a chunk appends one token at most, whatever W is.

@@ -113,11 +113,11 @@ def _numbers(plan: StepPlan) -> list[int]:
     for update in plan.slot_updates:
         numbers += (update.slot, update.max_length, update.revive)
     for fork in plan.forks:
-        numbers += (fork.slot, fork.chunk, *(fork.copied or ()))
+        numbers += (fork.slot, fork.chunk, *(fork.copied or ()), *chain.from_iterable(fork.in_windows))
     for pair in (*plan.restored, *plan.saved):
         numbers += pair
     for copy in plan.copies:
-        numbers += (copy.source, copy.slot, *(copy.copied or ()))
+        numbers += (copy.source, copy.slot, *(copy.copied or ()), *chain.from_iterable(copy.in_windows))
     return numbers
 
 

@@ -155,7 +155,7 @@ class Planner:
     def why_void(self) -> str:
         """Why nothing could run. ``start``: all work there is has been planned, so the next step starts a new chain."""
         by_state = self.ledger.by_state
-        if self._stalled:
+        if self._stalled or (self.ledger.windows and self.prefill.prefilling):
             return "no_blocks"
         if by_state[State.WAITING] or by_state[State.EVICTING]:
             return "context_full"

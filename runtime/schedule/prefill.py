@@ -7,7 +7,7 @@ Does not know: decode rows and widths, which kind of step comes next (planner.py
 
 from __future__ import annotations
 
-from runtime.schedule import admission, prefix, reservation
+from runtime.schedule import admission, prefix, reservation, windows
 from runtime.schedule.budget import TokenBudget
 from runtime.schedule.config import MixedSteps
 from runtime.schedule.ledger import Ledger
@@ -104,6 +104,13 @@ class Prefill:
     def _cut_chunk(self, sequence: SequenceState, budget: int, rows: list[SequenceState], chunks: list[Chunk]) -> int:
         """Append the row of its next chunk; returns the chunk's tokens, at most ``budget``."""
         ledger, draft = self.ledger, self._draft
+        start = sequence.prefilled
+        end = start + min(budget, in_one_step(sequence))
+        if sequence.windows:
+            end = windows.chunk_end(ledger, sequence, end)
+            if end <= start:  # its pages wait for chunks in flight
+                return 0
+            windows.cut(ledger, sequence, start, end)
         if not sequence.prefill_begun:
             draft.write_slot(sequence)
             ledger.drop_slot_update(sequence)
@@ -111,8 +118,6 @@ class Prefill:
         sequence.prefill_begun, sequence.resumes = True, False
         if sequence.restores:
             draft.restored.append((prefix.take_restored(ledger, sequence), sequence.slot))
-        start = sequence.prefilled
-        end = start + min(budget, in_one_step(sequence))
         last = end == sequence.prefill_target
         sequence.prefilled = end
         if saved := prefix.save(ledger, sequence, end):
@@ -136,7 +141,7 @@ class Prefill:
         ledger, draft = self.ledger, self._draft
         for answer in ledger.joining(prompt):
             blocks = admission.blocks_to_fork(ledger, answer) + self._spare_blocks
-            room = ledger.slots.free_count and blocks <= ledger.pool.free_count
+            room = ledger.slots.free_count and blocks <= ledger.pool.free_count and windows.has_room(ledger, answer)
             if self._stalled or not self.row_free or not room:
                 break
             draft.forks.append(admission.fork(ledger, prompt, answer, chunk))
@@ -215,7 +220,7 @@ class Prefill:
         hits = ledger.sharing.hits(sequence)
         fresh = reservation.blocks_to_hold(ledger, sequence) - len(hits)
         short = fresh + self._spare_blocks - (pool.free_count - pool.idle_among(hits))
-        if not slots.free_count or short > 0:
+        if not slots.free_count or short > 0 or not windows.has_room(ledger, sequence):
             self._defer(sequence, short)
             return False
         ledger.queue.pop(sequence)
@@ -229,7 +234,8 @@ class Prefill:
         ledger = self.ledger
         blocks = sum(reservation.blocks_to_hold(ledger, each) for each in (passed, candidate))
         rows = self._rows_taken + admission.kept_rows(ledger) + 2 <= self.limits.rows and ledger.slots.free_count >= 2
-        return rows and blocks + self._spare_blocks <= ledger.pool.free_count
+        room = windows.has_room(ledger, passed, candidate)
+        return rows and room and blocks + self._spare_blocks <= ledger.pool.free_count
 
     @property
     def _room_at_most(self) -> int:
@@ -248,18 +254,20 @@ class Prefill:
         return 1 + self.ledger.config.blocks // 100 if grows else 0
 
     def _defer(self, sequence: SequenceState, short: int) -> None:
-        """The head is ``short`` blocks, or a slot, short. Fenced blocks are free soon, and running rows end by
-        themselves; a paused request may never end, so it is evicted.
+        """The head is ``short`` blocks, a slot, or room for its windows short. Fenced blocks are free soon, and running
+        rows end by themselves; a paused request may never end, so it is evicted.
         """
         ledger = self.ledger
         ledger.counters.deferred_admissions += 1
         soon = ledger.slots.free_count + ledger.slots.fenced_count > 0 and short <= ledger.pool.soon_free
+        soon = soon and windows.has_room(ledger, sequence, soon=True)
         idle = None if soon else reservation.idle_holder(ledger)
         if idle is not None:
-            reservation.evict(ledger, idle)
+            short_of = "full" if short > 0 else windows.short_of(ledger, sequence) or "slots"
+            reservation.evict(ledger, idle, short_of)
             return
         self._refused = (sequence.request.request_id, admission.room_version(ledger))
-        if ledger.config.snapshots is None and not sequence.alone:
+        if ledger.config.snapshots is None and not sequence.alone and not ledger.windows:
             self._fits_from = (sequence.request.request_id, ledger.idled, self._room_at_most + short)
 
     # ---- extended sessions ----

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.schedule import reservation
+from runtime.schedule import reservation, windows
+from runtime.schedule.blocks import BlockPool
 from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import StepPlan
 from runtime.schedule.sequence import NOT_WAITING, SequenceState
@@ -23,6 +24,8 @@ def share(ledger: Ledger, sequence: SequenceState, found: list[int]) -> None:
     sequence.borrowed = sequence.borrowed or bool(ledger.pool.untrusted(found))
     first, last = sequence.published_blocks, sequence.published_blocks + len(found)
     end = last * ledger.limits.block_size
+    if sequence.windows:
+        windows.share(ledger, sequence, found)
     sequence.prefix_id = ledger.pool.share(found)
     sequence.blocks[first:last] = found
     sequence.published_blocks = last
@@ -37,7 +40,7 @@ def share(ledger: Ledger, sequence: SequenceState, found: list[int]) -> None:
 def look_again(ledger: Ledger, sequence: SequenceState) -> None:
     """During prefill: replace blocks that it was going to write by blocks published meanwhile."""
     found = ledger.sharing.found_since(sequence)
-    if not found:
+    if not found or not windows.can_share(ledger, sequence, found):
         return
     first = sequence.published_blocks
     own = sequence.blocks[first : first + len(found)]
@@ -109,6 +112,8 @@ def gained(ledger: Ledger, sequence: SequenceState) -> None:
     if sequence.blocks and not sequence.trusted:  # also without caching: answers to one prompt share its blocks
         sequence.trusted = True
         ledger.pool.trust(sequence.blocks)
+        for pool, pages in zip(ledger.windows, sequence.windows, strict=True):
+            pool.trust(pages.blocks)
     if not ledger.config.prefix_caching or not sequence.blocks or sequence.private:
         sequence.publish_at = sequence.max_length
         return
@@ -120,6 +125,8 @@ def gained(ledger: Ledger, sequence: SequenceState) -> None:
 def reset(ledger: Ledger) -> None:
     """Empty the prefix index and its snapshots for good: what live sequences hold stays theirs."""
     ledger.digest.fold(ledger.chain.step, "reset", (ledger.pool.forget_all(),))
+    for pool in ledger.windows:
+        pool.forget_all()
     ledger.sharing.reset()
     for sequence in ledger.sequences.values():
         sequence.private = bool(sequence.blocks)
@@ -135,15 +142,26 @@ def distrust(ledger: Ledger, broken: SequenceState, *, ghost: bool) -> None:
     Requests that share one of them untrusted, without a landed token, are recomputed. So is ``broken`` itself, if it
     lives and the fault may be in an untrusted block that it shares; otherwise it breaks again.
     """
-    blocks = broken.blocks or broken.given_up
-    suspects = ledger.pool.untrusted(blocks)
-    ledger.pool.forget(blocks)
+    suspects = [pool.untrusted(blocks) for pool, blocks in _held(ledger, broken)]
+    pages = [ledger.pool.prefix_id(block) for block in broken.blocks or broken.given_up if ledger.pool.findable(block)]
+    for window in ledger.windows:  # also those of its prefix that its window has passed
+        window.forget([block for block in map(window.find, pages) if block is not None])
+    for pool, blocks in _held(ledger, broken):
+        pool.forget(blocks)
     for other in list(ledger.sequences.values()):
         maybe = other is not broken and other.borrowed and not (other.trusted or other.slot_ended)
-        if maybe and not suspects.isdisjoint(other.blocks or other.given_up):
+        held = zip(suspects, _held(ledger, other), strict=False)
+        if maybe and not all(theirs.isdisjoint(blocks) for theirs, (_, blocks) in held):
             _compute_again(ledger, other)
     if not ghost and broken.borrowed and not broken.trusted:
         _compute_again(ledger, broken)
+
+
+def _held(ledger: Ledger, sequence: SequenceState) -> list[tuple[BlockPool, list[int]]]:
+    """The blocks of each group that it holds, or held last."""
+    of_windows = zip(ledger.windows, sequence.windows, strict=False)  # it has none before its first slot
+    held: list[tuple[BlockPool, list[int]]] = [(ledger.pool, sequence.blocks or sequence.given_up)]
+    return held + [(pool, pages.blocks or pages.given_up) for pool, pages in of_windows]
 
 
 def _compute_again(ledger: Ledger, sequence: SequenceState) -> None:

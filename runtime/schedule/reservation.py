@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from runtime.schedule import windows
 from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import Evicted
 from runtime.schedule.request import FinishReason
@@ -20,15 +21,6 @@ _TOGETHER = 32  # rows that are given a block in one step: some 50 us of the hos
 def blocks_for(ledger: Ledger, tokens: int) -> int:
     """How many blocks hold ``tokens`` KV entries."""
     return -(-tokens // ledger.limits.block_size)
-
-
-def most_blocks(ledger: Ledger, max_length: int) -> int:
-    """Blocks that a request of ``max_length`` tokens can ever need.
-
-    The newest token has no KV yet, so a live row starts at most at position max_length - 2, and writes a window from
-    there: W entries, or those of a draft tree.
-    """
-    return blocks_for(ledger, max_length - 2 + ledger.limits.window)
 
 
 def kv_to_hold(ledger: Ledger, sequence: SequenceState) -> int:
@@ -56,9 +48,11 @@ def reserve(ledger: Ledger, sequence: SequenceState) -> bool:
     latest = wake_at_latest(ledger, sequence)
     if latest < sequence.max_length and latest - early(ledger, sequence) <= sequence.planned_tokens < latest:
         wanted = max(1, wanted)
-        if wanted > pool.free_count:  # it can run on what it has
+        if wanted > pool.free_count or not _windows_reach(ledger, sequence, wanted):  # it can run on what it has
             sequence.wake_at, ledger.asleep_for = latest, 0
             return True
+    if wanted > 0 and not _windows_reach(ledger, sequence, wanted):
+        return False
     while wanted > pool.free_count:
         if ledger.by_state[State.DRAINING] or wanted <= pool.free_count + pool.soon_free:
             return False
@@ -83,15 +77,28 @@ def reserve_ahead(ledger: Ledger, decoding: Collection[SequenceState]) -> None:
     for sequence in [s for s in decoding if s.planned_tokens + soon >= s.wake_at]:
         if ledger.pool.free_count <= plenty:
             return
-        if wake_at_latest(ledger, sequence) < sequence.max_length:
+        if wake_at_latest(ledger, sequence) < sequence.max_length and _windows_reach(ledger, sequence, 1):
             _take_blocks(ledger, sequence, 1)
             set_wake(ledger, sequence)
+
+
+def _windows_reach(ledger: Ledger, sequence: SequenceState, wanted: int) -> bool:
+    """Whether as many blocks more are there in groups with a window, too. Those that law 4 asks for are, unless chunks
+    in flight hold their places: a session's end moved on before they landed."""
+    return _chunks_take(sequence) or windows.can_reach(ledger, sequence, len(sequence.blocks) + wanted)
+
+
+def _chunks_take(sequence: SequenceState) -> bool:
+    """Whether it takes no blocks of windows together with the others: chunks to come take them."""
+    return not sequence.windows or (sequence.session is not None and sequence.session.extends)
 
 
 def _take_blocks(ledger: Ledger, sequence: SequenceState, wanted: int) -> None:
     held = len(sequence.blocks)
     sequence.blocks += ledger.pool.take(wanted)
     ledger.write_blocks(sequence, held)
+    if not _chunks_take(sequence):
+        windows.reach(ledger, sequence, len(sequence.blocks))
 
 
 # ---- when a row needs a decision ----
@@ -149,8 +156,9 @@ def oldest_parked(parked: Iterable[SequenceState]) -> SequenceState | None:
     return min(parked, key=lambda sequence: sequence.session.parked_at if sequence.session else 0, default=None)
 
 
-def evict(ledger: Ledger, sequence: SequenceState) -> None:
+def evict(ledger: Ledger, sequence: SequenceState, for_want_of: str = "full") -> None:
     """Take slot and blocks away; it queues again, to be recomputed, once its steps in flight have landed.
+    ``for_want_of``: as in ScheduleCounters.evicted_for.
 
     With the policy "close" a parked session ends instead.
     """
@@ -159,6 +167,7 @@ def evict(ledger: Ledger, sequence: SequenceState) -> None:
         close(ledger, sequence, "closed: memory is short, and it was parked for longest")
         return
     ledger.counters.evictions += 1
+    ledger.counters.evicted_for[for_want_of] = ledger.counters.evicted_for.get(for_want_of, 0) + 1
     ledger.publish_landed(sequence)
     ledger.give_up(sequence)
     if parked:

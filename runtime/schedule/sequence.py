@@ -20,6 +20,7 @@ from runtime.schedule.plan import Scored
 from runtime.schedule.request import FinishReason, Request, packed
 from runtime.schedule.snapshots import NO_SNAPSHOT
 from runtime.schedule.states import State
+from runtime.schedule.window_pool import WindowPages
 
 NOT_WAITING = -1
 NOT_QUEUED = -1
@@ -74,6 +75,8 @@ class SequenceState:
     matched: int = 0  # with a grammar: known tokens that plans have reported
     blocks: list[int] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)  # blocks it held last; steps in flight may report on them
+    windows: tuple[WindowPages, ...] = ()  # what it holds of each group with a window
+    chunks: tuple[tuple[int, int], ...] = ()  # with windows, (step, start) of those in flight
     wake_at: int = 0  # planned_tokens at which a decode row needs a decision: out of blocks, or near its end
     published_blocks: int = 0
     publish_at: int = 0  # landing so many tokens, or more, makes further blocks findable, or trusted
@@ -121,6 +124,7 @@ class SequenceState:
         if self.tokens is self.request.prompt_token_ids:
             self.tokens = self.tokens[:]
         self.slot, self.slot_ended, self.epoch, self.blocks = slot, False, epoch, []
+        self.chunks = ()
         self.seated_before, self.prefill_begun, self.resumes = True, False, False
         self.expects_fork = False
         self.prefill_target = self.matched = self.landed_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
-from runtime.schedule import reservation
+from runtime.schedule import reservation, windows
 from runtime.schedule.ledger import Ledger
 from runtime.schedule.plan import SlotCopy
 from runtime.schedule.request import Request
@@ -30,7 +30,7 @@ def refusal(ledger: Ledger, budget_length: int, existing: SequenceState | None =
     Closes the oldest parked session if the policy says so and that makes room.
     """
     config = ledger.config
-    needed = reservation.most_blocks(ledger, budget_length)
+    needed = ledger.limits.most_blocks(budget_length)
     if needed > config.blocks:
         size = ledger.limits.block_size
         return f"{budget_length} tokens need {needed} blocks of {size}, the pool has {config.blocks}"
@@ -42,12 +42,18 @@ def refusal(ledger: Ledger, budget_length: int, existing: SequenceState | None =
         reservation.close(ledger, oldest, why)
     if config.session_policy == "refuse":
         others = [other.session for other in ledger.sessions.values() if other is not existing and other.session]
-        promised = sum(reservation.most_blocks(ledger, session.budget_length) for session in others)
+        promised = sum(ledger.limits.most_blocks(session.budget_length) for session in others)
         if promised + needed > config.blocks:
             return (
                 f"its {budget_length} tokens need {needed} blocks, and {promised} of {config.blocks} are promised "
                 "to other sessions: close one"
             )
+        for pool in ledger.windows:
+            if (len(others) + 1) * pool.quota > pool.count:
+                return (
+                    f"it needs {pool.quota} blocks of the KV group of window {pool.window}, and as many are promised "
+                    f"to each of {len(others)} other sessions, of {pool.count}: close one"
+                )
     return None
 
 
@@ -72,18 +78,21 @@ def admit_copy(ledger: Ledger, parent: SequenceState, copied: SequenceState) -> 
     full, rest = divmod(written, ledger.limits.block_size)
     if parent.state is not State.PARKED or not parent.slot:
         return False
-    if not slots.free_count or (rest and not pool.free_count):
+    if not slots.free_count or (rest and not pool.free_count) or not windows.has_room(ledger, copied):
         return False
     slot, fresh, shared = slots.take(), pool.take(1 if rest else 0), parent.blocks[:full]
-    if _is_read(ledger, slot, fresh):
+    in_windows = [group.take(len(fresh)) for group in ledger.windows]
+    if _is_read(ledger, slot, fresh) or windows.is_read(ledger, in_windows):
         slots.give_back(slot)
-        pool.give_back(fresh)
+        for group, taken in zip((pool, *ledger.windows), (fresh, *in_windows), strict=True):
+            group.give_back(taken)
         return False
     copied.seated(slot, slots.epochs[slot])
     copied.prefill_begun = copied.resumes = True
     copied.prefilled = written
     pool.share(shared)
     copied.blocks = shared + fresh
+    pairs = windows.copy(ledger, parent, copied, full, in_windows)
     copied.published_blocks, copied.prefix_id = parent.published_blocks, parent.prefix_id
     copied.publish_at, copied.state_at = parent.publish_at, parent.state_at
     copied.trusted, copied.borrowed, copied.private = parent.trusted, parent.borrowed, parent.private
@@ -93,7 +102,8 @@ def admit_copy(ledger: Ledger, parent: SequenceState, copied: SequenceState) -> 
         first, _ = ledger.copies[parent.slot]
         source = first.source
         pair = (first.copied[0], pair[1]) if pair and first.copied else pair
-    ledger.copies[slot] = SlotCopy(source, slot, pair), copied
+        pairs = tuple([(was, own) for (was, _), (_, own) in zip(first.in_windows, pairs, strict=False)]) or pairs
+    ledger.copies[slot] = SlotCopy(source, slot, pair, pairs), copied
     ledger.counters.admissions += 1
     return True
 

@@ -24,13 +24,14 @@ Each costs its prompt a step, so it must lie ``worth`` tokens after the one befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from runtime.schedule.blocks import BlockPool
 from runtime.schedule.config import SchedulerConfig, SnapshotPolicy
 from runtime.schedule.counters import ScheduleCounters
 from runtime.schedule.sequence import NOT_WAITING, SequenceState
+from runtime.schedule.window_pool import WindowPool
 
 MOST_WAITS = 16  # steps for one block: a writer that gets no chunk for so long is not waited for
 
@@ -53,12 +54,14 @@ class _Writer(NamedTuple):
 
 
 class PrefixSharing:
-    """One a scheduler; ``pool`` holds the index."""
+    """One a scheduler; ``pool`` holds the index, ``windows`` the blocks of groups with a window."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, counters: ScheduleCounters) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, windows: Sequence[WindowPool], counters: ScheduleCounters
+    ) -> None:
         self._config, self._block_size = config, config.limits.block_size
         self._counters = counters
-        self._pool = pool
+        self._pool, self._windows = pool, windows
         self._cut_now: dict[_Key, _Writer] = {}  # first blocks of chunks in the plan that is being made
         self._begun: dict[_Key, _Writer] = {}  # blocks of which a prompt's earlier chunk wrote a part
         self._begun_by: dict[int, _Key] = {}  # the same the other way round
@@ -72,7 +75,19 @@ class PrefixSharing:
 
     def hits(self, sequence: SequenceState) -> list[int]:
         """For a sequence that is about to be admitted: the findable blocks of its prefix."""
-        return self._with_state(self._lookup(sequence, 0)) if self.looks_up(sequence) else []
+        return self._granted(sequence, self._lookup(sequence, 0)) if self.looks_up(sequence) else []
+
+    def _granted(self, sequence: SequenceState, found: list[int]) -> list[int]:
+        """The longest prefix of ``found`` that ends with a snapshot, if the model keeps state, and whose last pages are
+        still there in each group with a window."""
+        while True:
+            length = len(found)
+            found = self._with_state(found)
+            for pool in self._windows:
+                ids = [self._pool.prefix_id(block) for block in found]
+                del found[pool.granted(ids, trusted=sequence.alone) :]
+            if len(found) == length:
+                return found
 
     def _with_state(self, found: list[int]) -> list[int]:
         """The prefix of ``found`` that ends with a snapshot, for models with recurrent state."""
@@ -92,7 +107,7 @@ class PrefixSharing:
         found = self._lookup(sequence, sequence.published_blocks)
         if self._snapshots is not None:
             self._note_known(sequence, found)
-            found = self._with_state(found)
+        found = self._granted(sequence, found)
         end = (sequence.published_blocks + len(found)) * self._block_size
         return found if end > sequence.prefilled else []
 

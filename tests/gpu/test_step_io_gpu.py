@@ -94,6 +94,9 @@ def _same_gathered(found: Rows, wanted: Rows) -> None:
     same(found.columns.records, wanted.columns.records, "records")
     for part in ("page_table_BP", "kv_lengths_B", "tokens_BW", "position_BW", "kv_slots_BW", "live_BW"):
         same(getattr(found, part), getattr(wanted, part), part)
+    assert (found.groups is None) is (wanted.groups is None)
+    for ours, theirs in zip(found.groups or (), wanted.groups or (), strict=True):
+        same(ours, theirs, "page tables and places of all groups")
     for field in fields(found.sampling)[:-1]:  # but for the processors
         same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
 
@@ -172,7 +175,7 @@ def _as_a_window(case: Case, chunks: Chunks, packed: Packed, guesses_SQ: Tensor,
     here = slice(0, len(rows_B) * width)
     same(packed.token_ids_T[here], window.tokens_BW.flatten(), "tokens")
     same(packed.positions_T[here], window.position_BW.flatten(), "positions")
-    same(packed.kv_slots_T[here], window.kv_slots_BW.flatten(), "places")
+    same(packed.kv_slots_T[..., here], window.places.flatten(-2), "places")
     same(packed.kv_lengths_R[: len(rows_B)], window.kv_lengths_B, "lengths")
 
 

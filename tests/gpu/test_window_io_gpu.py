@@ -97,6 +97,8 @@ def _drawn(seed: int, window: Rows) -> tuple[Draw, Verdict]:
 def _same_windows(found: Rows, wanted: Rows) -> None:
     for part in ("page_table_BP", "kv_lengths_B", "tokens_BW", "position_BW", "kv_slots_BW", "live_BW"):
         same(getattr(found, part), getattr(wanted, part), part)
+    for ours, theirs in zip(found.groups or (), wanted.groups or (), strict=True):
+        same(ours, theirs, "page tables and places of all groups")
     for field in fields(found.sampling)[:-1]:  # but for the processors
         same(getattr(found.sampling, field.name), getattr(wanted.sampling, field.name), field.name)
 

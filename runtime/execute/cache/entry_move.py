@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
-from models.cache_layout import CacheView
+from models.cache_layout import CacheLayout, CacheView
 from models.kv_group import bits_of
 
 _TRASH = 0  # an entry of the trash block, which nobody reads
@@ -29,34 +29,42 @@ class _MoveKernel(Protocol):
 
 
 class EntryMover:
-    """``layers``: tensors [2, pages, S, K, D] of any KvGroups, contiguous, at one address for good."""
+    """``layers``: tensors [2, pages, S, K, D] of any KvGroups, contiguous, at one address for good. ``numbers``: those
+    of their groups (StepInputs.of_group); None: all are of one."""
 
-    def __init__(self, layers: Sequence[Tensor]) -> None:
-        kinds: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        for layer in layers:
-            kinds.setdefault((layer.shape, layer.dtype), []).append(layer)
-        self._movers = [_OneShape(same) for same in kinds.values()]
+    def __init__(self, layers: Sequence[Tensor], numbers: Sequence[int] | None = None) -> None:
+        kinds: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
+        for layer, number in zip(layers, numbers or [0] * len(layers), strict=True):
+            kinds.setdefault((number, layer.shape, layer.dtype), []).append(layer)
+        self._movers = [(number, _OneShape(same)) for (number, _, _), same in kinds.items()]
 
     @classmethod
-    def of_paged(cls, caches: Sequence[CacheView]) -> Self:
+    def of_paged(cls, caches: Sequence[CacheView], layout: CacheLayout) -> Self:
         """Of those of a model's layers that are paged."""
-        return cls([view for view in caches if isinstance(view, Tensor)])
+        paged = [number for number, view in enumerate(caches) if isinstance(view, Tensor)]
+        numbers = [layout.group_of(number) for number in paged]
+        return cls([cast(Tensor, caches[number]) for number in paged], numbers)
 
     def move(self, sources_BW: Tensor, targets_BW: Tensor, count_B: Tensor) -> None:
-        """Entry targets_BW[b, i] gets what sources_BW[b, i] holds, for i below count_B[b]. Graph-safe.
+        """Entry targets_BW[b, i] gets what sources_BW[b, i] holds, for i below count_B[b]; both have a leading dim of
+        groups if there are several. Graph-safe.
 
         Both int64, page * S + offset; count_B int32. All of a row is read before any of it is written; rows share no
         entry. What the others name is neither read nor written: a row that moves nothing may name anybody's.
         """
-        for mover in self._movers:
-            mover.move(sources_BW, targets_BW, count_B)
+        several = sources_BW.dim() > 2
+        for number, mover in self._movers:
+            both = (sources_BW[number], targets_BW[number]) if several else (sources_BW, targets_BW)
+            mover.move(*both, count_B)
 
     def move_path(self, places_BN: Tensor, nodes_BW: Tensor, count_B: Tensor) -> None:
         """The first count_B[b] nodes of a row's path through its tree go where those of single steps would be.
 
-        ``places_BN``: where the tree's entries are, in the order of its nodes; ``nodes_BW``: the path's, from the root.
+        ``places_BN``: where the tree's entries are, in the order of its nodes, or of every group; ``nodes_BW``: the
+        path's, from the root.
         """
-        self.move(places_BN.gather(1, nodes_BW), places_BN[:, : nodes_BW.shape[1]], count_B)
+        nodes = nodes_BW.expand(*places_BN.shape[:-1], -1)
+        self.move(places_BN.gather(-1, nodes), places_BN[..., : nodes_BW.shape[1]], count_B)
 
 
 class _OneShape:

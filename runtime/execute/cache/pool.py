@@ -14,7 +14,7 @@ that is kept, restored or forked is a row that is copied to another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -35,13 +35,24 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 class CachePool:
     """``blocks`` and ``slots`` exclude trash block and null slot; all models have the same ones, by the same numbers.
-    Snapshot k of ``snapshots``, from 1 on, is row slots + k of each bank.
+    ``windows``: (W, blocks) of layers that see a window, by ascending W; ``blocks`` are of the others. Snapshot k of
+    ``snapshots``, from 1 on, is row slots + k of each bank.
 
     ``layout``: everything that was allocated. ``paged``: the tensors of paged layers; ``banks``: those of slot state.
     """
 
-    def __init__(self, device: Device, *, block_size: int, blocks: int, slots: int, snapshots: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        block_size: int,
+        blocks: int,
+        slots: int,
+        snapshots: int = 0,
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.num_blocks = blocks
+        self._blocks: dict[int | None, int] = {None: blocks, **dict(windows)}  # a key's place is its group's number
         self.layout = CacheLayout(())
         self.paged: list[Tensor] = []
         self.banks: list[Tensor] = []
@@ -49,7 +60,7 @@ class CachePool:
         self._device = device
         self._block_size = block_size
         self._rows = 1 + slots + snapshots
-        self._copiers: list[BlockCopier] = []
+        self._copiers: list[tuple[int, BlockCopier]] = []  # with the numbers of their groups
         self._bank_copiers: list[BlockCopier] = []
 
     def allocate(self, layout: CacheLayout) -> list[CacheView]:
@@ -58,7 +69,9 @@ class CachePool:
         views: list[CacheView] = [None] * len(layout.layers)
         for group in layout.groups(self._block_size):
             for number in group.layers:
-                views[number] = paged = self._device.zeros(*group.shape(1 + self.num_blocks), dtype=group.dtype)
+                views[number] = paged = self._device.zeros(
+                    *group.shape(1 + self._blocks[group.window]), dtype=group.dtype
+                )
                 self.paged.append(paged)
         for state, numbers in layout.states:
             banks = self._new_banks(state, len(numbers))
@@ -94,9 +107,10 @@ class CachePool:
             copier.copy(pairs_2C)
 
     def copy_blocks(self, pairs_2C: Tensor) -> None:
-        """Give blocks pairs_2C[1] the contents of blocks pairs_2C[0] (int64) in every layer. No block is in both."""
-        for copier in self._copiers:
-            copier.copy(pairs_2C)
+        """Give blocks pairs_2C[1] the contents of blocks pairs_2C[0] (int64) in every layer; two more rows for each
+        group with a window. No block is in both."""
+        for number, copier in self._copiers:
+            copier.copy(pairs_2C[2 * number : 2 * number + 2])
 
     def fork(self, rows_2C: Tensor, blocks_2C: Tensor | None) -> None:
         """Both at once, for slots that go on from where others are; blocks where there are any to copy."""
@@ -107,9 +121,13 @@ class CachePool:
     def warm_up_copies(self) -> None:
         """Once, after the last ``allocate``: prepare both copies, and run them over trash block and null slot."""
         groups = self.layout.groups(self._block_size)
-        self._copiers = [BlockCopier([cast(Tensor, self._views[n]) for n in group.layers]) for group in groups]
+        numbers = {window: number for number, window in enumerate(self._blocks)}
+        self._copiers = [
+            (numbers[group.window], BlockCopier([cast(Tensor, self._views[n]) for n in group.layers]))
+            for group in groups
+        ]
         self._bank_copiers = [BlockCopier([bank]) for bank in self.banks]
-        trash_21 = self._device.zeros(2, 1, dtype=torch.int64)
+        trash_21 = self._device.zeros(2 * len(self._blocks), 1, dtype=torch.int64)
         self._device.compute.submit(lambda: self.copy_blocks(trash_21))
-        self._device.compute.submit(lambda: self.copy_states(trash_21))
+        self._device.compute.submit(lambda: self.copy_states(trash_21[:2]))
         self._device.compute.synchronize()

@@ -6,11 +6,14 @@ State of slots is as large as --max-num-seqs makes it; blocks take what is left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from models.cache_layout import CacheLayout
 from models.kv_group import KvGroup
 from runtime.execute.device.protocol import MemoryInfo
+from runtime.schedule.config import StepLimits
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -22,23 +25,47 @@ class CacheMemoryError(ValueError):
     """The caches cannot hold one request of the longest length. The text names both numbers and what to type."""
 
 
+class WindowDemand(NamedTuple):
+    """Blocks of layers that see a ``window``: the ``least`` there may be, for one request, and the ``most`` of use."""
+
+    window: int
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, window: int, limits: StepLimits) -> Self:
+        """Every slot has its window; beside them a step's prefill chunks."""
+        least = limits.window_blocks(window)
+        return cls(window, least, limits.slots * least + -(-limits.max_prefill_tokens // limits.block_size))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """This rank's share of the caches of all models that serve ``slots`` sequences, with ``snapshots`` of state."""
+    """This rank's share of the caches of all models that serve ``slots`` sequences, with ``snapshots`` of state.
+    ``windows``: what layers with windows ask for, by ascending window."""
 
     layout: CacheLayout
     block_size: int
     slots: int
     snapshots: int = 0
+    windows: tuple[WindowDemand, ...] = ()
 
     @property
     def block_bytes(self) -> int:
-        """One block in all layers; 0 where no layer is paged."""
-        return sum(group.page_bytes for group in self.groups)
+        """One block in all layers that attend to all tokens; 0 where no layer is paged."""
+        return self.bytes_of(None)
+
+    def bytes_of(self, window: int | None) -> int:
+        """One block in all layers with that window."""
+        return sum(group.page_bytes for group in self.groups if group.window == window)
+
+    def window_bytes(self, blocks: Sequence[int]) -> int:
+        """So many blocks of each window, their trash blocks included."""
+        return sum((1 + n) * self.bytes_of(one.window) for one, n in zip(self.windows, blocks, strict=True))
 
     @property
     def groups(self) -> list[KvGroup]:
-        """The paged layers; all groups have the same blocks by the same numbers."""
+        """The paged layers; groups with equal windows have the same blocks by the same numbers."""
         return self.layout.groups(self.block_size)
 
     @property
@@ -73,7 +100,7 @@ class CacheSizing:
 
     ``given`` says that --num-blocks decided and memory was only compared. ``tokens_needed``: what one request of the
     longest length holds, (D + 1) * W tokens reserved ahead included. ``history_bytes``: of what is in use, the tokens
-    of all slots, where a proposer reads them.
+    of all slots, where a proposer reads them. ``window_blocks``: of each window, without the trash block.
     """
 
     memory: MemoryInfo
@@ -85,6 +112,7 @@ class CacheSizing:
     num_blocks: int
     given: bool
     history_bytes: int = 0
+    window_blocks: tuple[int, ...] = ()
 
     @property
     def budget(self) -> int:
@@ -96,14 +124,19 @@ class CacheSizing:
     def tokens(self) -> int:
         return self.num_blocks * self.shape.block_size
 
-    def with_blocks(self, num_blocks: int) -> CacheSizing:
-        """The same with the number of blocks all ranks agreed on. CacheMemoryError if that is too few."""
-        return _checked(self, num_blocks)
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """(W, blocks) of each window, without the trash block."""
+        return tuple((one.window, n) for one, n in zip(self.shape.windows, self.window_blocks, strict=True))
+
+    def with_blocks(self, num_blocks: int, window_blocks: tuple[int, ...] = ()) -> CacheSizing:
+        """The same with the numbers of blocks all ranks agreed on. CacheMemoryError if that is too few."""
+        return _checked(replace(self, window_blocks=window_blocks), num_blocks)
 
     def lines(self) -> list[str]:
         """The arithmetic, one term a line."""
         share = int(self.memory.total * self.memory_fraction)
-        total = (self.num_blocks + 1) * self.shape.block_bytes
+        total = (self.num_blocks + 1) * self.shape.block_bytes + self.shape.window_bytes(self.window_blocks)
         how = "--num-blocks" if self.given else "memory / block, minus the trash block"
         return [
             f"  device memory                  {_size(self.memory.total)}",
@@ -119,6 +152,7 @@ class CacheSizing:
             f"  = left for KV                  {_size(self.budget)}",
             *self.shape.block_lines(),
             f"  blocks                         {self.num_blocks:>14,}  {how}",
+            *(f"  {f'blocks of window {window}':<29}  {n:>14,}" for window, n in self.windows),
             f"  KV cache                       {_size(total)}  the trash block included",
             f"  tokens                         {self.tokens:>14,}  = {self.tokens / self.max_model_len:.1f} requests "
             f"of --max-model-len {self.max_model_len}",
@@ -168,6 +202,7 @@ def size_cache(
         num_blocks is not None,
         history_bytes,
     )
+    sizing = replace(sizing, window_blocks=_window_blocks(sizing, num_blocks))
     return _checked(sizing, _fitting(sizing) if num_blocks is None else num_blocks)
 
 
@@ -181,12 +216,32 @@ def snapshots_that_fit(left: int, shape: CacheShape, rows: int, blocks: int) -> 
     return max(0, min(SNAPSHOTS_PER_ROW * rows, min(int(left * SNAPSHOT_SHARE), spare) // shape.layout.bytes_per_slot))
 
 
+def _window_blocks(sizing: CacheSizing, num_blocks: int | None) -> tuple[int, ...]:
+    """Blocks of each window: never more than of the layers that attend to all tokens, nor than are of use.
+
+    Windows get half of the memory at most: whatever the length of requests, at least half as many as with the best
+    split fit. One request of the longest length always goes before.
+    """
+    shape, budget, count = sizing.shape, sizing.budget, len(sizing.shape.windows)
+    if num_blocks is not None:
+        return tuple(max(one.least, min(one.most, num_blocks)) for one in shape.windows)
+    of_all = shape.block_bytes + sum(shape.bytes_of(one.window) for one in shape.windows)
+    left = budget - (1 + _blocks_needed(sizing)) * shape.block_bytes
+    found = []
+    for one in shape.windows:
+        each = shape.bytes_of(one.window)
+        most = min(one.most, budget // of_all - 1, budget // (2 * count * each)) if shape.block_bytes else one.most
+        found.append(max(one.least, min(most, left // (count * each) - 1)))
+    return tuple(found)
+
+
 def _fitting(sizing: CacheSizing) -> int:
     """Blocks that the budget holds, minus the trash block; where blocks take no memory, as many as slots can use."""
     shape = sizing.shape
+    left = sizing.budget - shape.window_bytes(sizing.window_blocks)
     if not shape.block_bytes:
-        return shape.slots * _blocks_needed(sizing) if sizing.budget >= 0 else 0
-    return max(0, sizing.budget // shape.block_bytes - 1)
+        return shape.slots * _blocks_needed(sizing) if left >= 0 else 0
+    return max(0, left // shape.block_bytes - 1)
 
 
 def _blocks_needed(sizing: CacheSizing) -> int:
@@ -207,7 +262,8 @@ def _checked(sizing: CacheSizing, num_blocks: int) -> CacheSizing:
             f"one request of --max-model-len {sizing.max_model_len} needs {needed} KV blocks, there are {num_blocks}: "
             f"type {shorter}, or {remedy}\n{result}"
         )
-    physical, free = (num_blocks + 1) * shape.block_bytes, sizing.memory.free - shape.state_bytes
+    physical = (num_blocks + 1) * shape.block_bytes + shape.window_bytes(sizing.window_blocks)
+    free = sizing.memory.free - shape.state_bytes
     if not sizing.given:  # then others have taken memory since the start
         free -= sizing.activation_peak
     if physical > free:

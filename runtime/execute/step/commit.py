@@ -232,7 +232,7 @@ class ProposerFeed:
             features_TF = None if features_TF is None else features_TF.index_select(0, shown.path_T)
         advanced = Advanced(rows.rows_B, shown.last_B, shown.gained_B, width)
         own = shown.slots_T, shown.next_T, shown.kept_T, shown.kept_kv_slots_T
-        self.observe(Observed(inputs, *own, seen_TN, features_TF, advanced))
+        self.observe(Observed(inputs.of_group(0), *own, seen_TN, features_TF, advanced))
 
     def observe(self, observed: Observed) -> None:
         assert self._proposer is not None

@@ -60,7 +60,7 @@ class DraftTokens(DecodeTokens):
         self.width, self.tokens = width, tree or width
         self.name = f"mixed tree of {tree}" if tree else f"mixed window of {width}"
         self._proposer = parts.proposer
-        self._mover = EntryMover.of_paged(parts.caches) if tree else None
+        self._mover = EntryMover.of_paged(parts.caches, parts.model.cache_layout) if tree else None
         self._scripted = False
         self._make_memory()
 
@@ -128,7 +128,7 @@ class DraftTokens(DecodeTokens):
         committed = tail.finish(hidden_XN, rows, width, variant)
         accepted = committed.accepted
         if self._mover is not None and accepted.nodes_BW is not None:  # other rows' places may be in any block
-            self._mover.move_path(rows.kv_slots_BW, accepted.nodes_BW, torch.where(decodes_R, accepted.count_B, 0))
+            self._mover.move_path(rows.places, accepted.nodes_BW, torch.where(decodes_R, accepted.count_B, 0))
         if self.made:
             going_R = decodes_R & (columns.finished == 0)
             slots_R = torch.where(going_R, emitting_R, PADDING_SLOT)

@@ -35,7 +35,8 @@ class Rows:
     those past a row's ``max_length`` count as finished. tokens_BW int64. position_BW int64, 0 if not live. live_BW
     bool: no ghost or padding, and not past ``max_length``. kv_slots_BW int64: KV places; of ghosts and padding in the
     trash block. page_table_BP int32. kv_lengths_B int32: tokens to attend to, the W included (of ghosts 1, and W - 1).
-    ``limit_B``, ``scripted_B``, ``drafted``: as in Proposed.
+    ``limit_B``, ``scripted_B``, ``drafted``: as in Proposed. ``groups``: page tables [G, B, P] and KV places [G, B, W]
+    of every group of layers, the first of which the fields above are; None for one group.
 
     ``tree``: the tokens are the N nodes of a draft tree, the newest token its root, of which a row appends a path of at
     most W; then N takes the place of W in all shapes. None: a chain.
@@ -54,20 +55,26 @@ class Rows:
     scripted_B: Tensor | None = None
     drafted: Drafted | None = None
     tree: DraftTree | None = None
+    groups: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
         """Of a row: W, or N."""
         return self.tokens_BW.shape[1]
 
+    @property
+    def places(self) -> Tensor:
+        """KV places [B, W], or of every group [G, B, W]."""
+        return self.kv_slots_BW if self.groups is None else self.groups[1]
+
     def inputs(self, block_size: int, state: StateRows | None = None, exchange: int = 0) -> StepInputs:
         """Of a forward pass over these tokens. ``exchange``: as in StepShape."""
         return StepInputs(
             token_ids_T=self.tokens_BW.reshape(-1),
             positions_T=self.position_BW.reshape(-1),
-            kv_slots_T=self.kv_slots_BW.reshape(-1),
+            kv_slots_T=self.places.flatten(-2),
             attention=DecodeAttention(
-                page_table_BP=self.page_table_BP,
+                page_table_BP=self.page_table_BP if self.groups is None else self.groups[0],
                 kv_lengths_B=self.kv_lengths_B,
                 query_len=self.tokens,
                 max_kv_length=self.page_table_BP.shape[1] * block_size,
@@ -85,7 +92,7 @@ def gather_decode(tables: SlotTables, rows_B: Tensor, block_size: int) -> Rows:
         return gather_decode_in_torch(tables, rows_B, block_size)
     slots = tables.columns
     columns = slots.records, slots.last_token, slots.length, slots.finished
-    begun = kernels.begin(rows_B, columns, tables.block_table_SP, block_size)
+    begun = kernels.begin(rows_B, columns, tables.block_tables_GSP, block_size)
     return _rows_of(begun, rows_B, SlotColumns(begun.records, tables.stop_ids), tables)
 
 
@@ -101,37 +108,46 @@ def _rows_of(
         rows_B=rows_B,
         columns=columns,
         sampling=SlotColumns(begun.records, tables.stop_ids).sampling_at(begun.drawn, begun.ended),
-        page_table_BP=begun.pages,
+        page_table_BP=begun.pages[0],
         kv_lengths_B=begun.kv_length,
         tokens_BW=begun.token,
         position_BW=begun.position,
-        kv_slots_BW=begun.kv_slot,
+        kv_slots_BW=begun.kv_slot[0],
         live_BW=begun.live,
         limit_B=None if proposed is None else proposed.limit_B,
         scripted_B=None if proposed is None else proposed.scripted_B,
         drafted=None if proposed is None else proposed.drafted,
         tree=tree,
+        groups=(begun.pages, begun.kv_slot) if len(begun.pages) > 1 else None,
     )
+
+
+def _places_of(
+    tables: SlotTables, rows_B: Tensor, going_B: Tensor, kept_BW: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Page tables and KV places of tokens ``kept_BW`` of slots, those of ghosts in the trash block, of every group."""
+    pages_GBP = tables.block_tables_GSP.index_select(1, rows_B)
+    page_GBW = pages_GBP.gather(2, (kept_BW // block_size).expand(len(pages_GBP), -1, -1)).to(torch.int64)
+    return pages_GBP, torch.where(going_B[:, None], page_GBW, TRASH_BLOCK) * block_size + kept_BW % block_size
 
 
 def gather_decode_in_torch(tables: SlotTables, rows_B: Tensor, block_size: int) -> Rows:
     """The reference of ``gather_decode``."""
     columns = tables.gather(rows_B)
-    page_table_BP = tables.gather_blocks(rows_B)
     live_B = columns.finished == 0
     position_B = torch.where(live_B, columns.length - 1, 0).to(torch.int64)
-    page_B = page_table_BP.gather(1, position_B[:, None] // block_size)[:, 0].to(torch.int64)
-    kv_slots_B = torch.where(live_B, page_B, 0) * block_size + position_B % block_size
+    pages_GBP, places_GBW = _places_of(tables, rows_B, live_B, position_B[:, None], block_size)
     return Rows(
         rows_B=rows_B,
         columns=columns,
         sampling=columns.sampling(),
-        page_table_BP=page_table_BP,
+        page_table_BP=pages_GBP[0],
         kv_lengths_B=torch.where(live_B, columns.length, 1),
         tokens_BW=columns.last_token[:, None],
         position_BW=position_B[:, None],
-        kv_slots_BW=kv_slots_B[:, None],
+        kv_slots_BW=places_GBW[0],
         live_BW=live_B[:, None],
+        groups=(pages_GBP, places_GBW) if len(pages_GBP) > 1 else None,
     )
 
 
@@ -154,7 +170,7 @@ def gather_window(
         (columns.last_token, columns.length, columns.finished, columns.max_length),
         proposed.tokens_BQ,
         None if tree is None else tree.depth_BN,
-        tables.block_table_SP,
+        tables.block_tables_GSP,
         block_size,
     )
     return _rows_of(begun, rows_B, columns, tables, proposed, tree)
@@ -172,8 +188,7 @@ def gather_window_in_torch(
     drawn_BW = length_B[:, None] + (offsets_W if tree is None else tree.depth_BN)
     live_BW = going_B[:, None] & (drawn_BW < columns.max_length[:, None])
     kept_BW = torch.where(going_B[:, None], length_B[:, None] + offsets_W - 1, 0)
-    page_table_BP = tables.gather_blocks(rows_B)
-    page_BW = page_table_BP.gather(1, kept_BW // block_size).to(torch.int64)
+    pages_GBP, places_GBW = _places_of(tables, rows_B, going_B, kept_BW, block_size)
     sampling = columns.sampling().select(
         torch.arange(len(rows_B), device=rows_B.device).repeat_interleave(len(offsets_W))
     )
@@ -181,21 +196,23 @@ def gather_window_in_torch(
         rows_B=rows_B,
         columns=columns,
         sampling=replace(sampling, position=drawn_BW.reshape(-1), finished=~live_BW.reshape(-1)),
-        page_table_BP=page_table_BP,
+        page_table_BP=pages_GBP[0],
         kv_lengths_B=torch.where(going_B, columns.length, 1) + (tokens_BW.shape[1] - 1),
         tokens_BW=tokens_BW,
         position_BW=torch.where(live_BW, drawn_BW - 1, 0),
-        kv_slots_BW=torch.where(going_B[:, None], page_BW, 0) * block_size + kept_BW % block_size,
+        kv_slots_BW=places_GBW[0],
         live_BW=live_BW,
         limit_B=proposed.limit_B,
         scripted_B=proposed.scripted_B,
         drafted=proposed.drafted,
         tree=tree,
+        groups=(pages_GBP, places_GBW) if len(pages_GBP) > 1 else None,
     )
 
 
 class Packed(NamedTuple):
-    """T tokens of R decode requests and prefill chunks. token_ids_T, positions_T, kv_slots_T int64: as in StepInputs.
+    """T tokens of R decode requests and prefill chunks. token_ids_T, positions_T int64: as in StepInputs. places_GT
+    int64: KV places, of every group.
 
     kv_lengths_R int32: of decode requests, the tokens to attend to, draft tokens included (of ghosts 1, and these); 0
     of others. ghosts_R bool: a decode request that has ended.
@@ -203,9 +220,14 @@ class Packed(NamedTuple):
 
     token_ids_T: Tensor
     positions_T: Tensor
-    kv_slots_T: Tensor
+    places_GT: Tensor
     kv_lengths_R: Tensor
     ghosts_R: Tensor
+
+    @property
+    def kv_slots_T(self) -> Tensor:
+        """As in StepInputs."""
+        return self.places_GT if len(self.places_GT) > 1 else self.places_GT[0]
 
 
 def gather_packed(
@@ -225,7 +247,7 @@ def gather_packed(
     slots = tables.columns
     staged = chunks.token_ids_T, chunks.positions_T, chunks.slots_T, chunks.slots_R, chunks.decodes_R
     columns = slots.last_token, slots.length, slots.finished, slots.max_length
-    return Packed(*kernels.begin_packed(staged, columns, tables.block_table_SP, block_size, drafts_SQ, depth_SN))
+    return Packed(*kernels.begin_packed(staged, columns, tables.block_tables_GSP, block_size, drafts_SQ, depth_SN))
 
 
 def gather_packed_in_torch(
@@ -240,8 +262,8 @@ def gather_packed_in_torch(
     going_T, length_T = slots.finished[slots_T] == 0, slots.length[slots_T].to(torch.int64)
     draft_T = torch.where(decoding_T, NEWEST - chunks.positions_T, 0)  # its number after the newest token, which is 0
     kept_T = torch.where(decoding_T, torch.where(going_T, length_T - 1 + draft_T, 0), chunks.positions_T)
-    pages_T = tables.block_table_SP[slots_T, kept_T // block_size].to(torch.int64)
-    pages_T = torch.where(decoding_T & ~going_T, TRASH_BLOCK, pages_T)
+    pages_GT = tables.block_tables_GSP[:, slots_T, kept_T // block_size].to(torch.int64)
+    pages_GT = torch.where(decoding_T & ~going_T, TRASH_BLOCK, pages_GT)
     token_ids_T = torch.where(decoding_T, slots.last_token[slots_T], chunks.token_ids_T)
     positions_T, longer = kept_T, 0
     if drafts_SQ is not None:
@@ -255,7 +277,7 @@ def gather_packed_in_torch(
     return Packed(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
-        kv_slots_T=pages_T * block_size + kept_T % block_size,
+        places_GT=pages_GT * block_size + kept_T % block_size,
         kv_lengths_R=torch.where(decodes_R, torch.where(live_R, slots.length[chunks.slots_R], 1) + longer, 0),
         ghosts_R=decodes_R & ~live_R,
     )
@@ -281,7 +303,7 @@ def pieces_of(chunks: Chunks, packed: Packed, page_table_RP: Tensor, most: int, 
     count_M = torch.where(there_M, (ends_R[row_M] - begin_M).clamp(max=PIECE), 0)
     known_M = packed.positions_T[begin_M] + count_M
     return DecodeAttention(
-        page_table_RP[row_M],
+        page_table_RP[..., row_M, :],
         torch.where(there_M, known_M, 0).to(torch.int32),
         PIECE,
         max_kv_length,

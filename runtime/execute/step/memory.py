@@ -83,9 +83,9 @@ class DraftTables(NamedTuple):
 class PassBuffers(NamedTuple):
     """What captured forward passes of packed steps read, and what they hand to tails.
 
-    page_table_BP int32: of the step's rows. ``attention``: over it, planned before each replay. hidden_XN: final hidden
-    states of the sampled tokens; features_XF: what a proposer reads of their layers. ``split``: passes with split keys
-    can be captured.
+    page_table_BP int32: of the step's rows, or of every group. ``attention``: over it, planned before each replay.
+    hidden_XN: final hidden states of the sampled tokens; features_XF: what a proposer reads of their layers. ``split``:
+    passes with split keys can be captured.
     """
 
     page_table_BP: Tensor
@@ -146,8 +146,10 @@ class StepMemory:
         if not buckets or self._asked:
             return self._passes
         self._asked, rows = True, parts.staging.max_rows
-        page_table_BP = zeros(rows, parts.tables.max_blocks, dtype=torch.int32)
-        attention = model.repeat_prefill(page_table_BP, buckets[-1], parts.caches)
+        groups, _, most = parts.tables.block_tables_GSP.shape
+        page_table_BP = zeros(*((groups,) if groups > 1 else ()), rows, most, dtype=torch.int32)
+        of_all = page_table_BP[0] if groups > 1 else page_table_BP
+        attention = model.repeat_prefill(of_all, buckets[-1], parts.caches)
         # A rank that pads and one that does not would exchange all-reduces of unlike sizes.
         if not parts.config.agree_min(int(attention is not None)) or attention is None:
             return None

@@ -123,7 +123,7 @@ class PackedPass:
         ``copy_forked``.
         """
         model = self._parts.model
-        attention = lengths.attention(self._parts.tables.gather_blocks(chunks.slots_R))
+        attention = lengths.attention(self._parts.tables.gather_groups(chunks.slots_R))
         scored_2S = None if scores is None else chunks.scored_2S
         every_token, mixed = scored_2S is not None, lengths.first_token > 0
         hidden, features_XF = self.hidden(chunks, attention, exchange, mixed=mixed, every_token=every_token)
@@ -157,10 +157,10 @@ class PackedPass:
         size, decode, feed = self._parts.limits.block_size, self.decode, self._feed
         packed, sampled_X = decode.gather(chunks), decode.sampled(chunks)
         could_decode = min(len(chunks.slots_R), len(chunks.slots_T) // decode.tokens)  # forks have no tokens
-        table_RP = attention.page_table_BP[: len(chunks.slots_R)]
-        longest = table_RP.shape[1] * size
+        table_RP = attention.page_table_BP[..., : len(chunks.slots_R), :]
+        longest = table_RP.shape[-1] * size
         of_decode = DecodeAttention(
-            table_RP[:could_decode],
+            table_RP[..., :could_decode, :],
             packed.kv_lengths_R[:could_decode],
             decode.tokens,
             longest,
@@ -201,9 +201,11 @@ class PackedPass:
         known_T = next_T < tables.columns.length[slots_T]
         kept_T = known_T & (slots_T != PADDING_SLOT) & (chunks.positions_T > NEWEST)
         next_ids_T = history_SL[slots_T, next_T].to(torch.int64)
-        kept_kv_slots_T = torch.where(kept_T, inputs.kv_slots_T, TRASH_BLOCK)
+        kept_kv_slots_T = torch.where(kept_T, packed.places_GT[0], TRASH_BLOCK)
         features_TF = self._feed.features_TF
-        self._feed.observe(Observed(inputs, slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, features_TF))
+        self._feed.observe(
+            Observed(inputs.of_group(0), slots_T, next_ids_T, kept_T, kept_kv_slots_T, hidden_TN, features_TF)
+        )
 
     def _attention_of_sampled(self, chunks: Chunks, packed: Packed, longest: int) -> DecodeAttention | None:
         """Attention of each row's last token alone; None if all tokens are too few for the extra launches, and for rows
@@ -214,7 +216,7 @@ class PackedPass:
         tokens, rows = len(chunks.slots_T), len(chunks.logit_rows_R)
         if self.decode.tokens > 1 or tokens < max(LARGE_STEP, _TOKENS_A_SAMPLE * rows):
             return None
-        table_RP = self._parts.tables.gather_blocks(chunks.slots_T.index_select(0, chunks.logit_rows_R))
+        table_RP = self._parts.tables.gather_groups(chunks.slots_T.index_select(0, chunks.logit_rows_R))
         lengths_R = packed.positions_T.index_select(0, chunks.logit_rows_R) + 1
         lengths_R = torch.where(chunks.emitting_R == PADDING_SLOT, 1, lengths_R).to(torch.int32)
         return DecodeAttention(table_RP, lengths_R, 1, longest)

@@ -202,7 +202,7 @@ class PackedStep:
         mixed = config.mixed or grouped  # some groups may decode while others have chunks
         chunks = self._parts.staging.padded_chunks(tokens)
         rows = len(chunks.slots_R)
-        page_table_BP[:rows].copy_(self._parts.tables.gather_blocks(chunks.slots_R))
+        page_table_BP[..., :rows, :].copy_(self._parts.tables.gather_groups(chunks.slots_R))
         read = PrefillAttention(page_table_BP, (tokens,), (tokens,), attention)
         hidden_XN, features_XF = self.work.hidden(
             chunks, read, tokens if grouped else 0, mixed=mixed, split_keys=split_keys, captured=True

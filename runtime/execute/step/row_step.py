@@ -55,7 +55,7 @@ class RowStep:
         self.tokens = tree or width  # of a row, that go through the model
         self.widens = True  # each bucket is captured for the all-to-alls of packed steps as well
         self._parts = parts
-        self._mover = EntryMover.of_paged(parts.caches) if tree else None
+        self._mover = EntryMover.of_paged(parts.caches, parts.model.cache_layout) if tree else None
         self._feed = ProposerFeed(parts.proposer)
         self._tail = Tail(parts.model, parts.tables, parts.ring)
         maps = {bucket: parts.staging.row_map(self.name, bucket) for bucket in parts.config.decode_buckets}
@@ -89,7 +89,7 @@ class RowStep:
         committed = self._tail.finish(hidden_TN, rows, self.width, variant)
         accepted = committed.accepted
         if self._mover is not None and accepted.nodes_BW is not None:
-            self._mover.move_path(rows.kv_slots_BW, accepted.nodes_BW, accepted.count_B)
+            self._mover.move_path(rows.places, accepted.nodes_BW, accepted.count_B)
         if state is not None and undecided:
             kept = replace(state, undecided=None, kept_B=accepted.count_B, path_BW=accepted.nodes_BW)
             for layer in undecided:

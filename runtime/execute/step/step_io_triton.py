@@ -41,16 +41,20 @@ def _begin_kernel(
     ended_ptr,
     words,
     last_token_stride,
+    slots,
     max_blocks,
     BLOCK_SIZE: tl.constexpr,
     WORDS: tl.constexpr,
     PAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + row)
     page_index = part * PAGES + tl.arange(0, PAGES)
     in_table = page_index < max_blocks
-    pages = tl.load(pages_ptr + slot * max_blocks + page_index, mask=in_table, other=0)
+    for group in tl.static_range(GROUPS):
+        pages = tl.load(pages_ptr + (group * slots + slot) * max_blocks + page_index, mask=in_table, other=0)
+        tl.store(out_pages_ptr + (group * tl.num_programs(0) + row) * max_blocks + page_index, pages, mask=in_table)
     if part == 0:
         word = tl.arange(0, WORDS)
         record = tl.load(records_ptr + slot * words + word, mask=word < words, other=0)
@@ -58,16 +62,18 @@ def _begin_kernel(
         length = tl.load(length_ptr + slot * words)
         live = tl.load(finished_ptr + slot * words) == 0
         position = tl.where(live, length - 1, 0)
-        page = tl.load(pages_ptr + slot * max_blocks + position // BLOCK_SIZE, mask=live, other=0)
+        for group in tl.static_range(GROUPS):
+            page_ptr = pages_ptr + (group * slots + slot) * max_blocks + position // BLOCK_SIZE
+            page = tl.load(page_ptr, mask=live, other=0).to(tl.int64)
+            place = page * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(kv_slot_ptr + group * tl.num_programs(0) + row, place)
         tl.store(out_records_ptr + row * words + word, record, mask=word < words)
         tl.store(token_ptr + row, token)
         tl.store(position_ptr + row, position.to(tl.int64))
         tl.store(kv_length_ptr + row, tl.where(live, length, 1))
-        tl.store(kv_slot_ptr + row, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE)
         tl.store(drawn_ptr + row, length.to(tl.int64))
         tl.store(live_ptr + row, live)
         tl.store(ended_ptr + row, live == 0)
-    tl.store(out_pages_ptr + row * max_blocks + page_index, pages, mask=in_table)
 
 
 @triton.jit(
@@ -148,11 +154,13 @@ def _begin_packed_kernel(
     token_programs,
     words,
     last_token_stride,
+    slots,
     max_blocks,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GUESSES: tl.constexpr,
     TREE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < token_programs:
@@ -169,8 +177,10 @@ def _begin_packed_kernel(
         kept = tl.where(live, (length - 1).to(tl.int64) + behind, 0)
         position = tl.where(newest, kept, position)
         there = inside & (live | (newest == 0))
-        page = tl.load(pages_ptr + slot * max_blocks + position // BLOCK_SIZE, mask=there, other=0)
-        tl.store(out_kv_slot_ptr + token, page.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+        for group in tl.static_range(GROUPS):
+            page_ptr = pages_ptr + (group * slots + slot) * max_blocks + position // BLOCK_SIZE
+            place = tl.load(page_ptr, mask=there, other=0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(out_kv_slot_ptr + group * tokens + token, place, mask=inside)
         if GUESSES > 0:
             guess = tl.load(guesses_ptr + slot * GUESSES + behind - 1, mask=newest & (behind > 0), other=0)
             latest = tl.where(behind > 0, guess, latest)
@@ -195,8 +205,8 @@ def _begin_packed_kernel(
 
 class Begun(NamedTuple):
     """Rows of N tokens, gathered by slot: records int32 [B * N, words], each row's once per token; pages int32
-    [B, max_blocks]; token, position, kv_slot int64 and live bool [B, N]; kv_length int32 [B]; drawn int64 and ended
-    bool [B * N]. For gather.Rows.
+    [G, B, max_blocks] and kv_slot int64 [G, B, N] of G groups; token, position int64 and live bool [B, N]; kv_length
+    int32 [B]; drawn int64 and ended bool [B * N]. For gather.Rows.
     """
 
     records: Tensor
@@ -210,16 +220,16 @@ class Begun(NamedTuple):
     ended: Tensor
 
     @classmethod
-    def empty(cls, rows: int, tokens: int, words: int, max_blocks: int, device: torch.device) -> Self:
+    def empty(cls, groups: int, rows: int, tokens: int, words: int, max_blocks: int, device: torch.device) -> Self:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         return cls(
             records=empty(rows * tokens, words, dtype=torch.int32),
-            pages=empty(rows, max_blocks, dtype=torch.int32),
+            pages=empty(groups, rows, max_blocks, dtype=torch.int32),
             token=empty(rows, tokens),
             position=empty(rows, tokens),
-            kv_slot=empty(rows, tokens),
+            kv_slot=empty(groups, rows, tokens),
             live=empty(rows, tokens, dtype=torch.bool),
             kv_length=empty(rows, dtype=torch.int32),
             drawn=empty(rows * tokens),
@@ -228,27 +238,29 @@ class Begun(NamedTuple):
 
 
 def begin(
-    rows_B: Tensor, slots: tuple[Tensor, Tensor, Tensor, Tensor], block_table_SP: Tensor, block_size: int
+    rows_B: Tensor, slots: tuple[Tensor, Tensor, Tensor, Tensor], block_tables_GSP: Tensor, block_size: int
 ) -> Begun:
     """All that a decode step reads of slots ``rows_B`` (int64, contiguous), as new tensors.
 
-    ``slots``: records int32, contiguous, and their columns last_token int64, length and finished int32. Block table
+    ``slots``: records int32, contiguous, and their columns last_token int64, length and finished int32. Block tables
     int32, contiguous.
     """
-    rows, (_, words), (_, max_blocks) = len(rows_B), slots[0].shape, block_table_SP.shape
-    begun = Begun.empty(rows, 1, words, max_blocks, rows_B.device)
+    rows, (_, words), (groups, _, max_blocks) = len(rows_B), slots[0].shape, block_tables_GSP.shape
+    begun = Begun.empty(groups, rows, 1, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_kernel[(rows, triton.cdiv(max_blocks, pages))](
         rows_B,
         *slots,
-        block_table_SP,
+        block_tables_GSP,
         *begun,
         words,
         slots[1].stride(0),
+        block_tables_GSP.shape[1],
         max_blocks,
         BLOCK_SIZE=block_size,
         WORDS=triton.next_power_of_2(words),
         PAGES=pages,
+        GROUPS=groups,
         num_warps=4,
     )
     return begun
@@ -257,27 +269,29 @@ def begin(
 def begin_packed(
     staged: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     columns: tuple[Tensor, Tensor, Tensor, Tensor],
-    block_table_SP: Tensor,
+    block_tables_GSP: Tensor,
     block_size: int,
     guesses_SQ: Tensor | None = None,
     depth_SN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gather.Packed of staged chunks, as new tensors. ``staged``: token_ids_T, positions_T, slots_T, slots_R, decodes_R
-    of Chunks. ``columns`` of the slot table: last_token int64, length, finished and max_length int32. Block table
+    of Chunks. ``columns`` of the slot table: last_token int64, length, finished and max_length int32. Block tables
     int32, contiguous. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
     token_ids_T, rows_R = staged[0], staged[3]
     tokens, rows, device = len(token_ids_T), len(rows_R), rows_R.device
-    longs = [torch.empty_like(token_ids_T) for _ in range(3)]
+    longs = [torch.empty_like(token_ids_T) for _ in range(2)]
+    kv_slots_GT = torch.empty(len(block_tables_GSP), tokens, dtype=torch.int64, device=device)
     kv_length_R = torch.empty(rows, dtype=torch.int32, device=device)
     ghost_R = torch.empty(rows, dtype=torch.bool, device=device)
     token_programs = triton.cdiv(tokens, _ROWS)
     _begin_packed_kernel[(token_programs + triton.cdiv(rows, _ROWS),)](
         *staged,
         *columns,
-        block_table_SP,
+        block_tables_GSP,
         token_ids_T if guesses_SQ is None else guesses_SQ,
         token_ids_T if depth_SN is None else depth_SN,
         *longs,
+        kv_slots_GT,
         kv_length_R,
         ghost_R,
         tokens,
@@ -285,14 +299,15 @@ def begin_packed(
         token_programs,
         columns[1].stride(0),
         columns[0].stride(0),
-        block_table_SP.shape[1],
+        *block_tables_GSP.shape[1:],
         BLOCK_SIZE=block_size,
         BLOCK=_ROWS,
         GUESSES=0 if guesses_SQ is None else guesses_SQ.shape[1],
         TREE=depth_SN is not None,
+        GROUPS=len(block_tables_GSP),
         num_warps=4,
     )
-    return longs[0], longs[1], longs[2], kv_length_R, ghost_R
+    return longs[0], longs[1], kv_slots_GT, kv_length_R, ghost_R
 
 
 def finish(

@@ -51,19 +51,22 @@ def _begin_window_kernel(
     guesses_stride,
     words,
     last_token_stride,
+    slots,
     max_blocks,
     BLOCK_SIZE: tl.constexpr,
     TREE: tl.constexpr,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
     PAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + row)
     page_index = part * PAGES + tl.arange(0, PAGES)
     in_table = page_index < max_blocks
-    pages = tl.load(pages_ptr + slot * max_blocks + page_index, mask=in_table, other=0)
-    tl.store(out_pages_ptr + row * max_blocks + page_index, pages, mask=in_table)
+    for group in tl.static_range(GROUPS):
+        pages = tl.load(pages_ptr + (group * slots + slot) * max_blocks + page_index, mask=in_table, other=0)
+        tl.store(out_pages_ptr + (group * tl.num_programs(0) + row) * max_blocks + page_index, pages, mask=in_table)
     if part == 0:
         token = tl.arange(0, TOKENS)
         inside = token < tokens
@@ -87,11 +90,13 @@ def _begin_window_kernel(
         kept = tl.where(going, length + token - 1, 0)
         page_of = kept // BLOCK_SIZE
         there = inside & going & (page_of < max_blocks)
-        page = tl.load(pages_ptr + slot * max_blocks + page_of, mask=there, other=0)
         at = row * tokens + token
+        for group in tl.static_range(GROUPS):
+            page = tl.load(pages_ptr + (group * slots + slot) * max_blocks + page_of, mask=there, other=0).to(tl.int64)
+            place = page * BLOCK_SIZE + kept % BLOCK_SIZE
+            tl.store(kv_slot_ptr + group * tl.num_programs(0) * tokens + at, place, mask=inside)
         tl.store(token_ptr + at, tl.where(token == 0, last, guess), mask=inside)
         tl.store(position_ptr + at, tl.where(live, drawn - 1, 0), mask=inside)
-        tl.store(kv_slot_ptr + at, page.to(tl.int64) * BLOCK_SIZE + kept % BLOCK_SIZE, mask=inside)
         tl.store(live_ptr + at, live, mask=inside)
         tl.store(drawn_ptr + at, drawn, mask=inside)
         tl.store(ended_ptr + at, live == 0, mask=inside)
@@ -238,19 +243,19 @@ def begin(
     columns: tuple[Tensor, Tensor, Tensor, Tensor],
     guesses_BQ: Tensor,
     depth_BN: Tensor | None,
-    block_table_SP: Tensor,
+    block_tables_GSP: Tensor,
     block_size: int,
 ) -> Begun:
     """All that a window of N = Q + 1 tokens reads of slots ``rows_B`` (int64, contiguous), as new tensors.
 
     records int32 [B, words], gathered already, contiguous; ``columns`` of them: last_token int64, length, finished and
     max_length int32. ``guesses_BQ`` int64. ``depth_BN`` int64, contiguous: of the nodes of trees; None of chains.
-    Block table int32, contiguous.
+    Block tables int32, contiguous.
     """
-    rows, words, max_blocks = len(rows_B), records_BX.shape[1], block_table_SP.shape[1]
+    rows, words, (groups, slots, max_blocks) = len(rows_B), records_BX.shape[1], block_tables_GSP.shape
     guesses_BQ = guesses_BQ if guesses_BQ.stride(1) == 1 else guesses_BQ.contiguous()
     tokens = guesses_BQ.shape[1] + 1
-    begun = Begun.empty(rows, tokens, words, max_blocks, rows_B.device)
+    begun = Begun.empty(groups, rows, tokens, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_window_kernel[(rows, triton.cdiv(max_blocks, pages))](
         rows_B,
@@ -258,18 +263,20 @@ def begin(
         *columns,
         guesses_BQ,
         guesses_BQ if depth_BN is None else depth_BN,
-        block_table_SP,
+        block_tables_GSP,
         *begun,
         tokens,
         guesses_BQ.stride(0),
         words,
         columns[0].stride(0),
+        slots,
         max_blocks,
         BLOCK_SIZE=block_size,
         TREE=depth_BN is not None,
         TOKENS=triton.next_power_of_2(tokens),
         WORDS=triton.next_power_of_2(words),
         PAGES=pages,
+        GROUPS=groups,
         num_warps=4,
     )
     return begun

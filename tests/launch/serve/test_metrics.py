@@ -49,6 +49,17 @@ def test_what_is_of_now_is_a_gauge() -> None:
     assert "lockstride:fenced_blocks_total" not in found
 
 
+def test_groups_with_windows_and_what_requests_were_evicted_for_have_names() -> None:
+    used = {"window_blocks{128}": 40.0, "window_blocks_used{128}": 7.0, "window_blocks{1024}": 90.0}
+    shown = page({**used, "evicted_for{full}": 2.0, "evicted_for{window_128}": 1.0})
+    families = {f.name: f for f in text_string_to_metric_families(shown)}
+    assert families["lockstride:window_blocks"].type == "gauge"
+    held = {s.labels["window"]: s.value for s in families["lockstride:window_blocks"].samples}
+    assert held == {"128": 40, "1024": 90}
+    evicted = {s.labels["kv_group"]: s.value for s in families["lockstride:evicted_for"].samples}
+    assert evicted == {"full": 2, "window_128": 1}
+
+
 @pytest.mark.parametrize("document", ["observability.md", "serving.md", "speculation.md"])
 def test_metrics_that_a_document_names_are_on_the_page(document: str) -> None:
     labelled = ("fallbacks", "finished", "speculation_narrowed", "speculation_off")

@@ -78,25 +78,25 @@ def decode_attention(
     into: None = None,
     kind: AttentionKind = PLAIN,
 ) -> Tensor:
-    assert kind.plain
+    assert kind == AttentionKind(kind.window), "sinks and soft caps are not exact here"
     if inputs.starts_B is not None and inputs.queries_B is not None:
         rows = [*zip(*(x.tolist() for x in (inputs.starts_B, inputs.queries_B, inputs.kv_lengths_B)), strict=True)]
         rows = [(start, new if length or not inputs.skip_empty else 0, length) for start, new, length in rows]
-        return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale, out_THD)
+        return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale, kind.window, out_THD)
     tokens = len(inputs.kv_lengths_B) * inputs.query_len
     q_BQHD = q_THD[:tokens].view(-1, inputs.query_len, *q_THD.shape[1:])
-    found_THD = _attend(q_BQHD, kv_layer, inputs, scale).flatten(0, 1)
+    found_THD = _attend(q_BQHD, kv_layer, inputs, scale, kind.window).flatten(0, 1)
     return found_THD if out_THD is None else written(out_THD, found_THD, inputs)
 
 
 def prefill_attention(
     _: Op, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN
 ) -> Tensor:
-    assert kind.plain
+    assert kind == AttentionKind(kind.window), "sinks and soft caps are not exact here"
     lengths: Any = inputs.planned or inputs
     starts = accumulate(lengths.query_lengths, initial=lengths.first_token)
     rows = [*zip(starts, lengths.query_lengths, lengths.kv_lengths, strict=False)]
-    return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale)
+    return _attend_by_row(q_THD, kv_layer, inputs.page_table_BP, rows, scale, kind.window)
 
 
 def expert_mlp(
@@ -131,6 +131,7 @@ def _attend_by_row(
     page_table_BP: Tensor,
     rows: Sequence[tuple[int, int, int]],
     scale: float,
+    window: int | None = None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
     """Of each row (where its tokens begin, how many are new, its length): its new tokens, over its pages."""
@@ -140,13 +141,15 @@ def _attend_by_row(
         if new:
             q_QHD = q_THD[start : start + new]  # fewer where a bucket is larger than any step
             inputs = DecodeAttention(pages_P[None], torch.tensor([length]), len(q_QHD), length)
-            out_THD[start : start + new] = _attend(q_QHD[None], kv_layer, inputs, scale)[0]
+            out_THD[start : start + new] = _attend(q_QHD[None], kv_layer, inputs, scale, window)[0]
     return out_THD
 
 
-def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float) -> Tensor:
+def _attend(
+    q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, window: int | None = None
+) -> Tensor:
     """The last Q of each row's tokens, each over itself and those before it, or its ancestors in a tree. What lies
-    behind a row's length is looked at by nobody, NaN or not.
+    after a row's length, or before all its windows, may be NaN.
     """
     _, _, size, kv_heads, head_dim = kv_layer.shape
     rows, new, heads, _ = q_BQHD.shape
@@ -157,8 +160,10 @@ def _attend(q_BQHD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: fl
     keys_BLKD, values_BLKD = read.to(q_BQHD.dtype).flatten(2, 3)
     place_L = torch.arange(pages * size)
     behind_BL = place_L >= lengths_B.unsqueeze(1)
-    values_BLKD = values_BLKD.masked_fill(behind_BL[:, :, None, None], 0.0)
-    later_BQL = ~seen_keys(inputs, place_L)
+    seen_BQL = seen_keys(inputs, place_L, window)
+    unseen_BL = behind_BL if window is None else behind_BL | ~seen_BQL.any(1)
+    values_BLKD = values_BLKD.masked_fill(unseen_BL[:, :, None, None], 0.0)
+    later_BQL = ~seen_BQL
     q_BKXD = (
         q_BQHD.view(rows, new, kv_heads, group, head_dim).transpose(1, 2).flatten(2, 3)
     )  # X: query, head of a group

@@ -208,6 +208,7 @@ def check_all_is_back(engine: Engine) -> None:
     assert (scheduler.unfinished, len(scheduler.chain)) == (0, 0)
     assert scheduler.pool.free_count == scheduler.config.blocks
     assert scheduler.pool.soon_free == 0
+    assert all(pool.free_count == pool.room == pool.count for pool in scheduler.ledger.windows)
     assert scheduler.slots.free_count == scheduler.config.limits.slots
     assert scheduler.slots.fenced_count == 0
     assert sum(scheduler.slots.epochs) == scheduler.counters.admissions

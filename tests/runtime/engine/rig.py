@@ -253,6 +253,7 @@ def rig(
             session_policy=session_policy,
             speculation=speculation,
             snapshots=snapshots,
+            windows=executor.sizing.windows,
         )
     )
     served = ServedModel(model_config.vocab_size, max_model_len, model_config.eos_token_ids, executor.widest)

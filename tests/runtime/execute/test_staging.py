@@ -65,6 +65,26 @@ def test_slot_and_block_writes_arrive(device: TwinDevice) -> None:
     assert tables.block_table_SP.sum().item() == 7 + 9 + 4
 
 
+def test_tables_of_several_groups_lie_one_after_the_other(device: TwinDevice) -> None:
+    """Page i of the n-th window is entry n * max_blocks + i of a plan; copies have a pair of rows a group."""
+    tables = SlotTables(device, max_requests=8, max_blocks=6, vocab_size=11, groups=3)
+    staging = Staging(device, tables, max_prefill_tokens=64, max_rows=8, entries=4)
+    run(device, staging, decode_step(1, (5, 2), block_writes=((5, 0, 7), (5, 6, 8), (2, 11, 4), (5, 12, 9))))
+    cells = [tuple(cell) for cell in tables.block_tables_GSP.nonzero().tolist()]
+    assert cells == [(0, 5, 0), (1, 2, 5), (1, 5, 0), (2, 5, 0)]
+    assert tables.block_tables_GSP[1, 5, 0] == 8
+    assert tables.block_table_SP.data_ptr() == tables.block_tables_GSP.data_ptr()
+    with pytest.raises(ValueError, match="names block 18 of a request"):
+        staging.stage(decode_step(2, (5, 2), block_writes=((5, 18, 7),)))
+    forks = (
+        Fork(5, 0, copied=(8, 9), in_windows=((2, 3), (1, 4))),
+        Fork(1, 0, copied=(8, 6), in_windows=((2, 7), (1, 5))),
+    )
+    plan = prefill_step(3, (Chunk(3, 4, (10, 11, 12), last=True),), forks=forks)
+    run(device, staging, plan)
+    assert staging.copied_blocks(plan).tolist() == [[8, 8], [9, 6], [2, 2], [3, 7], [1, 1], [4, 5]]
+
+
 def test_row_maps_are_padded_with_slot_0_and_keep_their_tensor(device: TwinDevice) -> None:
     _, staging = make_staging(device)
     row_map = staging.row_map("decode", 4)

@@ -37,6 +37,7 @@ class Limits(TypedDict, total=False):
     max_sessions: int
     session_policy: SessionPolicy
     snapshots: SnapshotPolicy | None
+    windows: tuple[tuple[int, int], ...]
     speculation: Speculation | None
 
 

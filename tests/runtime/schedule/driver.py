@@ -15,7 +15,7 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.sequence import SequenceState
 from runtime.schedule.states import State
 from tests.runtime.schedule.configs import Limits, config_with
-from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of, spoil_free_pages
 from tests.runtime.schedule.mixed_rules import MixedRules
 
 ENOUGH_TURNS = 500
@@ -46,8 +46,14 @@ class Driver:
         self.scheduler = Scheduler(self.config)
         sizes = self.config.limits
         self.device = FakeDevice(
-            self.config.blocks, sizes.block_size, sizes.slots, sizes.max_blocks, snapshots=snapshots_of(self.config)
+            self.config.blocks,
+            sizes.block_size,
+            sizes.slots,
+            sizes.max_blocks,
+            snapshots=snapshots_of(self.config),
+            windows=self.config.windows,
         )
+        spoil_free_pages(self.scheduler, self.device)
         self.plans: list[StepPlan | None] = []
         self.outputs: list[StepOutput] = []
         self.finished: dict[int, Finished] = {}
@@ -160,6 +166,7 @@ class Driver:
             self.turn()  # void, until the last ghosts have landed too
         assert self.scheduler.pool.free_count == self.config.blocks
         assert self.scheduler.slots.free_count == self.config.limits.slots
+        assert [pool.free_count for pool in self.scheduler.ledger.windows] == [n for _, n in self.config.windows]
         for request_id, ended in self.finished.items():
             assert ended.token_ids == self.alone(request_id)[: len(ended.token_ids)], f"request {request_id}"
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH) and not self._stopped_by_host(ended):

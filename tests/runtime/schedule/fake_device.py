@@ -5,18 +5,23 @@ row shows up as a wrong token. The same with recurrent state, where there are ``
 the tokens that it has taken in, and where these are not the ones before, the next token is a wrong one. The model: the
 next token is a hash of the request and of every token before it, read back from the cells. The rows of a step see
 nothing of what the others write in it. A ghost row's writes happen as late as they may, when its step lands: a chunk's
-tokens once more, rubbish for what was drawn.
+tokens once more, rubbish for what was drawn. Groups with a window have cells and tables of their own: a row whose
+window holds anything but its last tokens draws wrong ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
+from runtime.schedule.blocks import BlockPool
 from runtime.schedule.config import SchedulerConfig
-from runtime.schedule.plan import TRASH_BLOCK, Chunk, Fork, StepKind, StepPlan, StepResult
+from runtime.schedule.plan import TRASH_BLOCK, Chunk, Fork, SlotCopy, StepKind, StepPlan, StepResult
 from runtime.schedule.request import FinishReason
+from runtime.schedule.scheduler import Scheduler
 
 VOCABULARY = 29
 GARBAGE = -7
@@ -110,7 +115,8 @@ class FakeDevice:
     ``poisons``: by request, a position whose cell is NAN when a chunk of it writes there for the first time, as are
     those behind it: what a layer makes of NaN is NaN.
     ``broken_blocks``: by step, the blocks whose contents nobody may trust any more, because a row broke over them in
-    that step. ``snapshots``: rows of the snapshot bank; 0: the model keeps no recurrent state.
+    that step. ``snapshots``: rows of the snapshot bank; 0: the model keeps no recurrent state. ``windows``: (W, blocks)
+    of each group with a window.
     """
 
     def __init__(
@@ -122,11 +128,16 @@ class FakeDevice:
         *,
         barren: bool = False,
         snapshots: int = 0,
+        windows: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.barren = barren
-        self.cells = [[GARBAGE] * block_size for _ in range(blocks + 1)]
+        self.windows = [window for window, _ in windows]
+        counts = [blocks + 1, *(count + 1 for _, count in windows)]
+        self.base = [sum(counts[:group]) for group in range(len(counts))]  # cells of a group's block 0
+        self.cells = [[GARBAGE] * block_size for _ in range(sum(counts))]
+        self._spoiled: set[int] = set()
         self.tables: list[dict[int, int]] = [{} for _ in range(slots + 1)]
         self.rows: list[SlotRow | None] = [None] * (slots + 1)
         self.recurrent = snapshots > 0
@@ -180,7 +191,8 @@ class FakeDevice:
         cells = [(slot, index) for slot, index, _ in plan.block_writes]
         assert len(set(cells)) == len(cells), "a plan names each cell of the block table once"
         for slot, index, block in plan.block_writes:
-            assert index < self.max_blocks, f"block table entry {index} of {self.max_blocks}"
+            most = self.max_blocks * len(self.base)
+            assert index < most, f"block table entry {index} of {most}"
             self.tables[slot][index] = block
         for slot, tokens in plan.constrained:
             constrained = self.rows[slot]
@@ -214,8 +226,22 @@ class FakeDevice:
             assert not self._in_flight(copy.slot)
             self.states[copy.slot] = self.states[copy.source]
             assert copy.slot in {write.slot for write in plan.slot_writes}
-        for source, target in blocks:
+        pairs = [pair for copy in plan.copies for pair in self._pairs(copy)]
+        for source, target in pairs:
             self.cells[target] = list(self.cells[source])
+        for block in self._spoiled.difference(target for _, target in pairs):
+            self.cells[block] = [GARBAGE] * self.block_size
+        self._spoiled.clear()
+
+    def _pairs(self, copy: SlotCopy | Fork) -> list[tuple[int, int]]:
+        """(Cells, those that get their contents), of each group."""
+        pairs = [] if copy.copied is None else [copy.copied, *copy.in_windows]
+        assert len(pairs) in (0, len(self.base)), "a page is copied in every group, or in none"
+        return [(base + source, base + target) for base, (source, target) in zip(self.base, pairs, strict=False)]
+
+    def spoil(self, group: int, blocks: Sequence[int]) -> None:
+        """What these hold belongs to nobody once the copies of the next plan are made."""
+        self._spoiled.update(self.base[group] + block for block in blocks)
 
     def _run(self, plan: StepPlan) -> tuple[StepResult, Writes]:
         """Rows without a chunk decode, the others prefill. Each kind of step has the rows that it says it has."""
@@ -232,8 +258,8 @@ class FakeDevice:
         rows = zip(plan.slots, plan.epochs, strict=True)
         for chunk in plan.chunks:
             for i in range(len(chunk.token_ids)):
-                block, offset = self._cell(chunk.slot, chunk.start + i)
-                self.cells[block][offset] = GARBAGE  # until the step is over
+                for block, offset in self._cells(chunk.slot, chunk.start + i):
+                    self.cells[block][offset] = GARBAGE  # until the step is over
         for slot, epoch in islice(rows, decode_rows):
             self._decode(plan, slot, epoch, result, writes)
         by_chunks: Writes = []
@@ -260,30 +286,47 @@ class FakeDevice:
     def _in_flight(self, slot: int) -> bool:
         return any(slot in slots for slots in self.launched)
 
-    def _cell(self, slot: int, position: int) -> tuple[int, int]:
-        return self.tables[slot][position // self.block_size], position % self.block_size
+    def _cells(self, slot: int, position: int) -> list[tuple[int, int]]:
+        """Where a token lies, in each group."""
+        index, offset = divmod(position, self.block_size)
+        table = self.tables[slot]
+        return [(base + table[group * self.max_blocks + index], offset) for group, base in enumerate(self.base)]
 
-    def _history(self, slot: int, length: int) -> tuple[int, ...]:
+    def _history(self, slot: int, length: int, first_query: int) -> tuple[int, ...]:
+        """What the queries from ``first_query`` to the last token see. What only some groups hold is GARBAGE."""
         size, table, tokens = self.block_size, self.tables[slot], []
         for index in range(-(-length // size)):
             tokens += self.cells[table[index]]
-        return tuple(tokens[:length])
+        tokens = tokens[:length]
+        for window, base, group in zip(self.windows, self.base[1:], range(1, MANY), strict=False):
+            for position in range(max(0, first_query - window + 1), length):
+                index, offset = divmod(position, size)
+                seen = self.cells[base + table[group * self.max_blocks + index]][offset]
+                if seen != tokens[position]:
+                    tokens[position] = NAN if NAN in (seen, tokens[position]) else GARBAGE
+        return tuple(tokens)
 
     def _write(self, slot: int, position: int, token: int, writes: Writes, epoch: int) -> None:
-        block, offset = self._cell(slot, position)
-        self.cells[block][offset] = token
-        writes.append((slot, epoch, block, offset, GARBAGE))
+        for block, offset in self._cells(slot, position):
+            self.cells[block][offset] = token
+            writes.append((slot, epoch, block, offset, GARBAGE))
 
     def _chunk_writes(self, chunk: Chunk, row: SlotRow, epoch: int) -> Writes:
         values = list(chunk.token_ids)
         poisoned = self.poisons.get(row.request_id, -1) - chunk.start
-        if NAN in self._history(chunk.slot, chunk.start) or (self.recurrent and NAN in self.states[chunk.slot]):
+        if NAN in self._history(chunk.slot, chunk.start, chunk.start) or (
+            self.recurrent and NAN in self.states[chunk.slot]
+        ):
             values = [NAN] * len(values)
         elif 0 <= poisoned < len(values):
             values[poisoned:] = [NAN] * (len(values) - poisoned)
         if 0 <= poisoned < len(values):
             del self.poisons[row.request_id]
-        return [(chunk.slot, epoch, *self._cell(chunk.slot, chunk.start + i), value) for i, value in enumerate(values)]
+        return [
+            (chunk.slot, epoch, *cell, value)
+            for i, value in enumerate(values)
+            for cell in self._cells(chunk.slot, chunk.start + i)
+        ]
 
     def _put(self, writes: Writes, *, not_yet: bool = False) -> None:
         for _, _, block, offset, value in writes:
@@ -300,7 +343,8 @@ class FakeDevice:
         writes = self._chunk_writes(chunk, row, epoch)
         self._put(writes)
         row.length = chunk.start + len(chunk.token_ids)
-        history = self._history(chunk.slot, row.length)
+        history = self._history(chunk.slot, row.length, chunk.start)
+        row.lost = row.lost or bool(self.windows and GARBAGE in history)  # what it writes is wrong from now on
         prompts.append(self._take_in(chunk.slot, row, history[: chunk.start], history))
         new = self._advance(plan, row, prompts[-1], 1) if chunk.last else []
         result.add(plan, new, self._code(row, new) if chunk.last else FinishReason.NONE)
@@ -315,10 +359,9 @@ class FakeDevice:
         assert row.epoch == epoch
         assert row.length == len(prompt), "an answer begins where its prompt ends"
         writes: Writes = []
-        if fork.copied is not None:
-            block, own = fork.copied
+        for block, own in self._pairs(fork):
             self.cells[own] = list(self.cells[block])
-            writes = [(fork.slot, epoch, own, offset, value) for offset, value in enumerate(self.cells[own])]
+            writes += [(fork.slot, epoch, own, offset, value) for offset, value in enumerate(self.cells[own])]
         source = plan.chunks[fork.chunk].slot
         self.states[fork.slot] = self.states[source]
         if self.recurrent:
@@ -338,7 +381,7 @@ class FakeDevice:
         if live:
             assert row.epoch == epoch, "a live row runs under the epoch it was seated with"
             self._write(slot, row.length, row.last, writes, epoch)
-            history = self._history(slot, row.length + 1)
+            history = self._history(slot, row.length + 1, row.length)
             history = self._take_in(slot, row, history[:-1], history)
             barren = self.barren and not row.tried
             most = plan.width if row.matched is None else 1
@@ -397,3 +440,21 @@ class FakeDevice:
         if not new or not row.finished:
             return FinishReason.NONE
         return FinishReason.STOP if new[-1] in row.stops else FinishReason.LENGTH
+
+
+def spoil_free_pages(scheduler: Scheduler, device: FakeDevice) -> None:
+    """From now on pages of windows lose their contents once nobody holds or finds them, and when they are taken."""
+    for group, pool in enumerate(scheduler.ledger.windows, 1):
+        drop, take = pool._drop, pool.take
+
+        def dropping(block: int, group: int = group, pool: BlockPool = pool, drop: Any = drop) -> None:
+            drop(block)
+            if not pool.refs[block] and not pool.findable(block):
+                device.spoil(group, [block])
+
+        def taking(wanted: int, group: int = group, take: Any = take) -> list[int]:
+            taken: list[int] = take(wanted)
+            device.spoil(group, taken)
+            return taken
+
+        pool._drop, pool.take = dropping, taking  # type: ignore[method-assign]

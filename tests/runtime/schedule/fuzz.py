@@ -22,7 +22,7 @@ from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
 from runtime.schedule.speculation import Speculation
 from tests.runtime.schedule.configs import config_with
-from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of, spoil_free_pages
 from tests.runtime.schedule.mixed_rules import MixedRules
 
 MOST_STEPS = 4000  # a trace that runs longer hangs
@@ -185,6 +185,14 @@ def _constrained(event: Event, which: int) -> Event:
     return Admit(replace(event.request, sampling=sampling))
 
 
+def with_windows(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """The same for a model with one or two groups of layers that see a window, in pools from just enough to plenty."""
+    draw, limits = random.Random(seed), config.limits
+    sizes = draw.sample((1, 2, 3, 5, 7, 12, 40), draw.choice((1, 1, 2)))
+    counts = [limits.window_blocks(window) * draw.choice((1, 1, 2, 4)) + draw.randrange(4) for window in sizes]
+    return replace(config, windows=tuple(zip(sizes, counts, strict=True)))
+
+
 def draw_snapshots(draw: random.Random) -> SnapshotPolicy:
     """From one snapshot for everybody to one for each, wherever they are left."""
     return SnapshotPolicy(
@@ -330,7 +338,9 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
         limits.max_blocks,
         barren=trace.barren,
         snapshots=snapshots_of(config),
+        windows=config.windows,
     )
+    spoil_free_pages(scheduler, device)
     device.breaks_at, device.poisons = trace.breaks_at, dict(trace.poisons)
     in_flight: deque[int] = deque()
     finished: dict[int, Finished] = {}
@@ -403,13 +413,18 @@ def run(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> Run:
             raise AccountingError(f"finishes are counted as {counted}")
         if scheduler.pool.free_count != config.blocks or scheduler.slots.free_count != config.limits.slots:
             raise AccountingError("everything has ended, but not every block and slot is free")
+        if any(pool.free_count != pool.count or pool.room != pool.count for pool in scheduler.ledger.windows):
+            raise AccountingError("everything has ended, but not every page of a window is free")
     recomputed = scheduler.counters.evictions + scheduler.counters.distrusted
     return Run(finished, device.accepted, scheduler.step, scheduler.digest.value, recomputed)
 
 
 def check_seed(seed: int, build: Build = Scheduler, *, check: bool = True) -> int:
-    """Raise where the trace of ``seed`` breaks a promise; returns the number of steps it ran."""
-    return check_trace(make_trace(seed), build, check=check)
+    """Raise where the trace of ``seed`` breaks a promise; returns the steps it ran. One in four has windows."""
+    trace = make_trace(seed)
+    if seed % 4 == 3:
+        trace = replace(trace, config=with_windows(trace.config, seed))
+    return check_trace(trace, build, check=check)
 
 
 def check_trace(trace: Trace, build: Build = Scheduler, *, check: bool = True) -> int:

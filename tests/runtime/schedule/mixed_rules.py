@@ -51,7 +51,9 @@ class MixedRules:
         decoding = {s.slot for s in ledger.by_state[State.DECODE].values()} - self._sits_out
         if plan is None:
             self._waited = False
-            if decoding or not all(_waits_for_a_writer(s) for s in ledger.by_state[State.PREFILL].values()):
+            waits_for_pages = ledger.windows and ledger.chain.real  # of a window, which chunks in flight hold
+            writers = (_waits_for_a_writer(s) for s in ledger.by_state[State.PREFILL].values())
+            if decoding or not (waits_for_pages or all(writers)):
                 raise BrokenRule(f"slots {decoding} decode, others prefill, and nothing runs")
             return
         by_slot = {s.slot: s for s in ledger.sequences.values() if s.slot and s.state is not State.EVICTING}
@@ -66,7 +68,7 @@ class MixedRules:
             raise BrokenRule(f"step {plan.step}: prompt tokens are scored beside decode rows: {plan}")
         self._waited = bool(waiting)
         self._check_window(plan, rows)
-        if cut:
+        if cut and not ledger.windows:  # whose pages may cut a chunk short
             self._check_shares(plan, rows or waiting, cut)
 
     def _scores(self, sequence: SequenceState) -> bool:

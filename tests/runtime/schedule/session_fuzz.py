@@ -33,8 +33,8 @@ from runtime.schedule.plan import (
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.configs import config_with
-from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of
-from tests.runtime.schedule.fuzz import Outdated, draw_policy, draw_snapshots
+from tests.runtime.schedule.fake_device import VOCABULARY, FakeDevice, complete_alone, snapshots_of, spoil_free_pages
+from tests.runtime.schedule.fuzz import Outdated, draw_policy, draw_snapshots, with_windows
 
 MOST_STEPS = 3000
 FIRST_FORK = 100  # request ids of forks
@@ -141,6 +141,8 @@ def make_story(seed: int) -> Story:
         config = config_with(config, speculation=draw_policy(draw, max(widths)))
     barren, timed, turns = draw.random() < 0.2, draw.random() < 0.5, draw.choice((1, 3, 6))
     resets = tuple(draw.sample(range(80), draw.choice((0, 0, 1, 8))))
+    if seed % 4 == 3:
+        config = with_windows(config, seed)
     return Story(seed, config, starts, plain, breaks_at, barren, timed, turns, resets)
 
 
@@ -172,7 +174,9 @@ class _Telling:
             limits.max_blocks,
             barren=story.barren,
             snapshots=snapshots_of(self.config),
+            windows=self.config.windows,
         )
+        spoil_free_pages(self.scheduler, self.device)
         self.device.breaks_at = story.breaks_at
         self.clients: dict[int, Client] = {}
         self.plain: dict[int, Request] = {}

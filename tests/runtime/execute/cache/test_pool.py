@@ -72,6 +72,25 @@ def test_blocks_are_copied_in_every_layer_and_states_in_every_bank() -> None:
             assert torch.equal(new, old[:, rows])
 
 
+def test_blocks_of_a_window_are_fewer_and_are_copied_apart() -> None:
+    windowed = keys_and_values(1, 6, torch.float32, 8)
+    with TwinDevice() as device:
+        pool = CachePool(device, block_size=4, blocks=9, slots=3, windows=[(8, 4)])
+        layout = CacheLayout((ATTENTION, windowed, windowed))
+        assert layout.windows == (8,)
+        assert [layout.group_of(number) for number in range(3)] == [0, 1, 1]
+        pool.allocate(layout)
+        assert [tensor.shape[1] for tensor in pool.paged] == [10, 5, 5]
+        pool.warm_up_copies()
+        for tensor in pool.paged:
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+        before = [tensor.clone() for tensor in pool.paged]
+        pool.copy_blocks(torch.tensor([[7], [9], [3], [1]]))
+        for old, new in zip(before, pool.paged, strict=True):
+            rows = [0, 1, 2, 3, 4, 5, 6, 7, 8, 7] if new.shape[1] == 10 else [0, 3, 2, 3, 4]
+            assert torch.equal(new, old[:, rows])
+
+
 def test_layers_with_another_window_are_a_group_of_their_own() -> None:
     windowed = keys_and_values(2, 64, torch.bfloat16, window=128)
     groups = CacheLayout((windowed, ATTENTION, STATE, windowed)).groups(16)

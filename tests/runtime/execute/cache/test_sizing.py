@@ -14,11 +14,13 @@ from runtime.execute.cache.sizing import (
     CacheMemoryError,
     CacheShape,
     CacheSizing,
+    WindowDemand,
     require_share,
     size_cache,
     snapshots_that_fit,
 )
 from runtime.execute.device.protocol import MemoryInfo
+from runtime.schedule.config import StepLimits
 
 ATTENTION = keys_and_values(2, 64, torch.bfloat16)
 SHAPE = CacheShape(CacheLayout((ATTENTION,) * 4), block_size=16, slots=8)
@@ -190,3 +192,68 @@ def test_slots_whose_state_does_not_fit_are_refused() -> None:
         size_cache(memory(1000, 100), 0, CacheShape(CacheLayout((STATE,)), 16, 9000), max_model_len=9, reserve_tokens=3)
     with pytest.raises(CacheMemoryError, match=r"--num-blocks 20 needs .* bytes of KV, .* are free"):
         size_cache(memory(1000, 100), 0, shape, max_model_len=160, reserve_tokens=3, num_blocks=20)
+
+
+# ---- windows ----
+
+
+def windowed(layers: tuple[int, int], window: int, limits: StepLimits) -> CacheShape:
+    """``layers``: that attend to all tokens, and to a window."""
+    planes = [keys_and_values(2, 64, torch.bfloat16, seen) for seen in (None, window)]
+    layout = CacheLayout((planes[0],) * layers[0] + (planes[1],) * layers[1])
+    return CacheShape(layout, limits.block_size, limits.slots, windows=(WindowDemand.of(window, limits),))
+
+
+@pytest.mark.parametrize(("window", "layers"), [(1024, (10, 52)), (128, (12, 12)), (4096, (0, 32))], ids=str)
+def test_the_longest_request_takes_its_window_and_no_more(window: int, layers: tuple[int, int]) -> None:
+    """At 128k tokens: at most a tenth more than its window and what the other layers need."""
+    limits = StepLimits(rows=1, slots=1, block_size=16, max_model_len=131_072, depth=2)
+    shape = windowed(layers, window, limits)
+    (demand,) = shape.windows
+    held = limits.max_blocks * shape.block_bytes + demand.least * shape.bytes_of(window)
+    needed = (131_072 * layers[0] + window * layers[1]) * 2 * 2 * 64 * 2
+    assert needed <= held <= 1.1 * needed
+
+
+@pytest.mark.parametrize(("window", "layers"), [(1024, (10, 52)), (128, (12, 12))], ids=str)
+@pytest.mark.parametrize("length", [2_000, 16_000, 131_072])
+def test_at_least_half_as_many_requests_fit_as_with_the_best_split(
+    length: int, window: int, layers: tuple[int, int]
+) -> None:
+    """Whatever their length is, though the memory was split for --max-model-len 131072 and 256 rows."""
+    limits = StepLimits(rows=256, slots=512, block_size=16, max_model_len=131_072, depth=2)
+    shape = windowed(layers, window, limits)
+    there = MemoryInfo(total=100 << 30, free=90 << 30, used=10 << 30)
+    sizing = size_cache(there, 0, shape, max_model_len=131_072, reserve_tokens=3)
+    ((seen, blocks),) = sizing.windows
+    assert seen == window
+    assert blocks <= sizing.num_blocks
+    spent = (sizing.num_blocks + 1) * shape.block_bytes + shape.window_bytes(sizing.window_blocks)
+    assert spent <= sizing.budget < spent + shape.block_bytes
+    pages = -(-(length + limits.tokens_ahead) // 16), min(shape.windows[0].least, -(-(length + 3) // 16))
+    fit = min(sizing.num_blocks / pages[0], blocks / pages[1])
+    best = sizing.budget / (pages[0] * shape.block_bytes + pages[1] * shape.bytes_of(window))
+    assert fit >= min(0.49 * best, 256)
+    assert f"blocks of window {window}" in str(sizing)
+
+
+def test_windows_give_way_to_one_request_of_the_longest_length() -> None:
+    limits = StepLimits(rows=64, slots=128, block_size=16, max_model_len=16_384, depth=2)
+    shape = windowed((10, 52), 1024, limits)
+    needed = (1 + limits.max_blocks) * shape.block_bytes + shape.window_bytes((shape.windows[0].least,))
+    for spare in (0, 50, 400):
+        there = MemoryInfo(total=needed + spare * BLOCK, free=needed + spare * BLOCK, used=0)
+        sizing = size_cache(there, 0, shape, max_model_len=16_384, reserve_tokens=3, memory_fraction=1.0)
+        assert sizing.num_blocks >= -(-16_387 // 16)
+        assert sizing.window_blocks[0] >= shape.windows[0].least
+    there = MemoryInfo(total=needed // 2, free=needed // 2, used=0)
+    with pytest.raises(CacheMemoryError, match="--max-model-len"):
+        size_cache(there, 0, shape, max_model_len=16_384, reserve_tokens=3, memory_fraction=1.0)
+
+
+def test_given_blocks_are_those_of_all_layers() -> None:
+    limits = StepLimits(rows=4, slots=8, block_size=16, max_model_len=512, depth=2, max_prefill_tokens=64)
+    shape = windowed((4, 4), 32, limits)
+    sizing = size_cache(memory(9000, 0), 0, shape, max_model_len=512, reserve_tokens=3, num_blocks=500)
+    assert sizing.windows == ((32, shape.windows[0].most),)
+    assert sizing.with_blocks(400, (30,)).windows == ((32, 30),)
