@@ -118,6 +118,8 @@ class DecodeChoice:
         by_tma = _by_tma(pairs, inputs.query_len) if tuned is None else tuned.tma
         if self.pdl and by_tma and listed and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
+            if kv_layer.dtype == FP8:  # one warp would spill: codes are converted in registers
+                blocks = *blocks[:2], max(2, blocks[2])
             if supports_tma(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * max(2, kv_layer.element_size())  # as in products
@@ -127,7 +129,7 @@ class DecodeChoice:
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, tall, row_bytes)
             blocks = tuned.blocks if needed <= shared else blocks
-        if kv_layer.dtype == FP8 and pairs >= _MANY_PAIRS:  # where other dtypes come by TMA; 64 keys would spill
+        if kv_layer.dtype == FP8 and pairs >= _MANY_PAIRS:  # without TMA; 64 keys would spill
             blocks = 32, *blocks[1:]
         if kv_layer.dtype == FP8 and tall >= 128:  # with fewer warps the codes' conversion would spill
             blocks = *blocks[:2], 8
@@ -147,7 +149,7 @@ class DecodeChoice:
         if pairs < _FEW_PAIRS or (pairs == _FEW_PAIRS and query_rows < 64):
             return None
         launch = _window_launch(pairs, query_rows, self.traits.multiprocessors, absent=inputs.skip_empty)
-        row_bytes = head_dim * kv_layer.element_size()
+        row_bytes = head_dim * max(2, kv_layer.element_size())
         fits = row_bytes * (2 * _WINDOW_BLOCK * (launch.stages - 1) + 3 * query_rows) <= self.traits.shared_bytes
         return launch if fits or not launch.tma else None
 

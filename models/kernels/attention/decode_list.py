@@ -49,6 +49,7 @@ from models.kernels.attention.query import (
     steady_of_rotation,
 )
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
+from models.kv_group import FP8
 from parallel.comm.quantised import Activations, memory_of
 
 MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
@@ -149,20 +150,20 @@ def _by_tma(
         first = held * PAGE + block * BLOCK_N % PAGE
         # The next block's page, one step ahead: otherwise loads would wait for loads.
         held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
-        k = keys_desc.load([first, head * D])
+        k = keys_desc.load([first, head * D]).to(q.dtype)
         weights, peak, decay = _weights_of_keys(tl.dot(k, across) * scale_log2e, peak)
         totals = totals * decay[None, :] + weights
-        v = values_desc.load([first, head * D])
+        v = values_desc.load([first, head * D]).to(q.dtype)
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
     if ONE_NEWEST:
         if whole < end:
             # Masked once more: as loaded, the tile would go to shared memory, and be waited for, before the loop.
-            k = tl.where((newest < length)[:, None], newest_k, 0.0)
+            k = tl.where((newest < length)[:, None], newest_k.to(q.dtype), 0.0)
             scores = tl.dot(k, across) * scale_log2e
             scores = tl.where((newest < length)[:, None], scores, -float("inf"))
             weights, peak, decay = _weights_of_keys(scores, peak)
             totals = totals * decay[None, :] + weights
-            acc = tl.dot(tl.trans(newest_v), weights.to(newest_v.dtype), acc * decay[None, :])
+            acc = tl.dot(tl.trans(newest_v.to(q.dtype)), weights.to(q.dtype), acc * decay[None, :])
     else:
         visible = length - count + 1 + rows // GROUP  # keys that each query may see
         if not CAUSAL:
@@ -172,12 +173,12 @@ def _by_tma(
             page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
             where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
             mask = (keys < length)[:, None]
-            k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+            k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(k, across) * scale_log2e
             scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
             weights, peak, decay = _weights_of_keys(scores, peak)
             totals = totals * decay[None, :] + weights
-            v = tl.load(values_ptr + where, mask=mask, other=0.0)
+            v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
     return tl.trans(acc), peak, tl.sum(totals, 0)
 
@@ -321,11 +322,11 @@ def _attend_list_kernel(
 def supports_tma(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
     """Whether ``attend_list`` takes these by TMA, with ``block_n`` keys a block; assumes a device with TMA.
 
-    Queries are of the dtype of ``kv_layer``, which is contiguous.
+    Queries are of the dtype of ``kv_layer``, which is contiguous, or of 16 bits where that is float8.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     return (
-        kv_layer.dtype in (torch.bfloat16, torch.float16)
+        kv_layer.dtype in (torch.bfloat16, torch.float16, FP8)
         and head_dim in HEAD_DIMS
         and heads // kv_heads * inputs.query_len <= MOST_QUERY_ROWS
         and inputs.tree_BQ is None

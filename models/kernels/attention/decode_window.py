@@ -26,6 +26,7 @@ from models.kernels.attention.decode_list import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_merge import finish_unit, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import LOG2_E, block_to_l2, nodes_seen, power_of_two_above, seen_in_tree
+from models.kv_group import FP8
 from parallel.comm.quantised import Activations, memory_of
 
 QUERY_ROWS = range(16, 129)  # of a kv head
@@ -107,13 +108,13 @@ def _attend_window_kernel(
         for block in tl.range(begin, whole, num_stages=STAGES):
             first = held * PAGE + block * BLOCK_N % PAGE
             held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
-            k = keys_desc.load([first, head * D])
+            k = keys_desc.load([first, head * D]).to(q.dtype)
             scores = tl.dot(q, tl.trans(k)) * scale_log2e
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])
             decay = tl.exp2(peak - new_peak)
             total = total * decay + tl.sum(weights, 1)
-            v = values_desc.load([first, head * D])
+            v = values_desc.load([first, head * D]).to(q.dtype)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
             peak = new_peak
         for block in tl.range(whole, end, num_stages=1):
@@ -121,7 +122,7 @@ def _attend_window_kernel(
             page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
             where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
             mask = (keys < length)[:, None]
-            k = tl.load(keys_ptr + where, mask=mask, other=0.0)
+            k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k)) * scale_log2e
             seen = (keys < length)[None, :]
             if TREE:
@@ -135,7 +136,7 @@ def _attend_window_kernel(
             weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(peak - shift)
             total = total * decay + tl.sum(weights, 1)
-            v = tl.load(values_ptr + where, mask=mask, other=0.0)
+            v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
             peak = new_peak
         finish_unit(
@@ -150,7 +151,7 @@ def supports(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int
     """Whether ``attend_windows`` takes these, with ``block_n`` keys a block; assumes a device with TMA."""
     _, _, page, kv_heads, head_dim = kv_layer.shape
     return (
-        kv_layer.dtype in (torch.bfloat16, torch.float16)
+        kv_layer.dtype in (torch.bfloat16, torch.float16, FP8)
         and head_dim in HEAD_DIMS
         and inputs.starts_B is None
         and heads // kv_heads * inputs.query_len in QUERY_ROWS
@@ -209,7 +210,7 @@ def attend_windows(
         ROWS=query_rows,
         BLOCK_N=block_n,
         STAGES=stages,
-        LINES=head_dim * kv_layer.element_size() // LINE_BYTES,
+        LINES=max(1, head_dim * kv_layer.element_size() // LINE_BYTES),
         FAN=MERGED_AT_ONCE,
         ALONE=most == 1,
         CAUSAL=inputs.causal,

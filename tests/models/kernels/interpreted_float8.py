@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.attention import decode, decode_list, decode_work, invariant, rope_decode, rope_prefill
+from models.kernels.attention import (
+    decode,
+    decode_list,
+    decode_window,
+    decode_work,
+    invariant,
+    rope_decode,
+    rope_prefill,
+)
 from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
 from models.kernels.attention.prefill import TiledPrefill
 from models.kernels.interface import Rotation
@@ -117,8 +126,22 @@ def attention(kernels: Nvidia) -> None:
             work = decode_work.plan_decode(inputs, SplitRule(16, 1, 16, 64), pdl=False)
             launch |= {"tma": False, "block_n": 16, "programs": 5}
             found.append(decode_list.attend_list(q, heads, cache.kv, inputs, work, scale, *memory, **launch))
+            if decode_list.supports_tma(heads, cache.kv, inputs, 16):
+                launch["tma"] = True
+                found.append(decode_list.attend_list(q, heads, cache.kv, inputs, work, scale, *memory, **launch))
+            assert (len(found) == 4) == (dim == 64)
             for number, one in enumerate(found):
                 check(one, expected, dtype, ("decode", number, heads, dim, new))
+    heads, kv_heads, dim, page, dtype = CASES[1]
+    cache, scale, new = cache_of([5, 70, 17], kv_heads, dim, page), dim**-0.5, 5
+    for tree in (None, torch.randint(0, 2**5, (3, new), dtype=torch.int32)):
+        q, inputs = randn(3 * new, heads, dim, dtype=dtype), replace(cache.inputs(new), tree_BQ=tree)
+        assert decode_window.supports(heads, cache.kv, inputs, 16)
+        expected = REFERENCE.decode_attention(q, cache.kv, inputs, scale)
+        work = decode_work.plan_decode(inputs, SplitRule(16, 1, 16, 64), pdl=False)
+        launch = {"stages": 2, "warps": 4, "programs": 5, "pdl": False}
+        found = [decode_window.attend_windows(q, cache.kv, inputs, work, scale, *memory, **launch)]
+        check(found[0], expected, dtype, ("windows by TMA", heads, dim, tree is None))
     check_counters(kernels)
 
 
