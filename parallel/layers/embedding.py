@@ -23,7 +23,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext, scale: float = 1.0):
         super().__init__()
-        self.scale = float(torch.tensor(scale, dtype=placement.dtype, device="cpu"))
+        self.scale = 1.0 if scale == 1.0 else float(torch.tensor(scale, dtype=placement.dtype, device="cpu"))
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
         self.weight = _vocab_weight(self.vocab, hidden_size, placement)

@@ -20,6 +20,7 @@ from torch import Tensor
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.interface import AttentionKind, Rotation
 from models.ops.select import select_kernels
+from parallel.layers.weight import Weight
 from runtime.execute.device.cuda import CudaDevice
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
 from tests.gpu.test_engine_gpu import SHAPE
@@ -170,9 +171,27 @@ def gpu_rig(model: str, *, deterministic: bool, dtype: torch.dtype, **limits: An
     return rig(device=device, kernels=made, shape=SHAPE | MODELS[model], dtype=dtype, block_size=16, **limits)
 
 
-@pytest.mark.parametrize("model", ["mistral", "gemma 3"])
+@pytest.mark.parametrize("tokens", [1, 3, 40, 700])
+def test_experts_with_biases(kernels: Nvidia, exact: InvariantNvidia, tokens: int) -> None:
+    """At the sizes of gpt-oss 20B, where no tile divides an expert's 2,880 features but one of 64."""
+    size, count, choices = 2880, 32, 4
+    up = Weight.of(randn(count, 2 * size, size, dtype=BF16) * size**-0.5, randn(count, 2 * size, dtype=BF16))
+    down = Weight.of(randn(count, size, size, dtype=BF16) * size**-0.5, randn(count, size, dtype=BF16))
+    x, weights = randn(tokens, size, dtype=BF16), torch.rand(tokens, choices, device=DEVICE)
+    chosen = torch.rand(tokens, count, device=DEVICE).argsort(1)[:, :choices].int()
+    wide_up, wide_down = (
+        Weight.of(one.data.float(), None if one.bias is None else one.bias.float()) for one in (up, down)
+    )
+    wanted = REFERENCE.expert_mlp(x.float(), wide_up, wide_down, weights, chosen, all_experts=count, limit=1.5)
+    for made in (kernels, exact):
+        found = made.expert_mlp(x, up, down, weights, chosen, all_experts=count, limit=1.5)
+        check(found, wanted, BF16)
+    assert not kernels.stood_in, "a kernel refused what it should take"
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_engines_of_the_deterministic_mode(model: str) -> None:
-    """Chunks, prefix hits and evictions change no bit of an answer; gpt-oss has no experts of that mode here."""
+    """Chunks, prefix hits and evictions change no bit of an answer."""
     over = partial(gpu_rig, model, deterministic=True, dtype=BF16)
     requests = questions(1, 24, longest=60)
     wanted = plainly(over, requests)

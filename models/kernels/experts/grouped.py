@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.route import pairs_by_expert
-from models.kernels.experts.streamed import expert_scales
+from models.kernels.experts.streamed import clamped_swiglu, expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
 from models.kernels.matmul.codes import quantised_by
 from models.kernels.traits import H200
@@ -70,6 +70,8 @@ def _grouped_kernel(
     in_pitch,
     weight_ptr,  # [G, O or 2 * O with GATED, K]
     scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
+    bias_ptr,  # [G, rows of the weight], with BIAS
+    limit,  # with CLAMPED
     share_ptr,  # [T * C] float32, without GATE_UP
     order_ptr,
     counts_ptr,
@@ -90,6 +92,8 @@ def _grouped_kernel(
     NARROW: tl.constexpr,  # inputs are codes, too
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
+    CLAMPED: tl.constexpr,  # with GATED: clamped_swiglu
+    BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -133,9 +137,14 @@ def _grouped_kernel(
                 else:
                     acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
+        if BIAS:
+            result += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
-            result = gate * tl.sigmoid(gate) * up
+            if CLAMPED:
+                result = clamped_swiglu(gate, up, limit)
+            else:
+                result = gate * tl.sigmoid(gate) * up
         elif GATE_UP:
             result = tl.maximum(result, 0.0)
             result = result * result
@@ -188,6 +197,7 @@ def expert_mlp(
     all_experts: int,
     shared_bytes: int = H200.shared_bytes,
     narrow: bool = False,
+    limit: float | None = None,
 ) -> Tensor:
     """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
     program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises bfloat16 activations, too, once
@@ -206,7 +216,7 @@ def expert_mlp(
         up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
     x = quantised_by(gate_up, x_TN, pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles)
+    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles, limit)
     inputs = quantised_by(down, hidden_PI, pdl) if narrow and reads_codes(down) else hidden_PI
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
     _grouped(inputs, down, weights_TC, terms_PN, *lists, down_tiles)
@@ -260,6 +270,7 @@ def _grouped(
     choices: int,
     pdl: bool,
     tiles: Tiles,
+    limit: float | None = None,
 ) -> None:
     experts, weight_rows, inner = weight.data.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
@@ -271,6 +282,8 @@ def _grouped(
         *memory_of(x),
         weight.data,
         order_GT if weight.scale is None else weight.scale,
+        order_GT if weight.bias is None else weight.bias,
+        limit or 0.0,
         order_GT if share_TC is None else share_TC,
         order_GT,
         counts_G,
@@ -291,6 +304,8 @@ def _grouped(
         NARROW=narrow,
         GATE_UP=share_TC is None,
         GATED=weight_rows > outputs,
+        CLAMPED=limit is not None,
+        BIAS=weight.bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=tiles.warps,

@@ -31,6 +31,14 @@ def expert_scales(scales_ptr, expert, rows, K: tl.constexpr, SCALE_ROWS: tl.cons
 
 
 @triton.jit
+def clamped_swiglu(gate, up, limit):
+    """As rows_reference/experts.py."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+
+
+@triton.jit
 def _sums(
     x,
     weights,
@@ -57,6 +65,8 @@ def _streamed_gate_up_kernel(
     x_ptr,
     weight_ptr,
     scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
+    bias_ptr,  # [G, rows of the weight], with BIAS
+    limit,  # with CLAMPED
     chosen_ptr,
     hidden_ptr,  # [T * C, I]
     inner,  # I
@@ -68,6 +78,8 @@ def _streamed_gate_up_kernel(
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -93,7 +105,14 @@ def _streamed_gate_up_kernel(
             else:
                 up += _sums(x, ups, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
         gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
-        if GATED:
+        if BIAS:
+            bias = bias_ptr + expert.to(tl.int64) * matrices * inner + outs
+            if GATED:
+                gate_sum += tl.load(bias).to(tl.float32)
+            up_sum += tl.load(bias + (matrices - 1) * inner).to(tl.float32)
+        if CLAMPED:
+            result = clamped_swiglu(gate_sum, up_sum, limit)
+        elif GATED:
             result = gate_sum * tl.sigmoid(gate_sum) * up_sum
         else:
             result = tl.maximum(up_sum, 0.0)
@@ -106,6 +125,7 @@ def _streamed_down_kernel(
     hidden_ptr,  # [T * C, K]
     weight_ptr,  # [G, N, K]
     scales_ptr,  # as in _streamed_gate_up_kernel
+    bias_ptr,
     share_ptr,  # [T, C]
     chosen_ptr,
     out_ptr,
@@ -117,6 +137,7 @@ def _streamed_down_kernel(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,7 +157,10 @@ def _streamed_down_kernel(
             for chunk in tl.static_range(K // CHUNK):
                 h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)[None, :]
                 acc += _sums(h, weights, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
-            total += tl.sum(acc, 1) * tl.load(share_ptr + pair)
+            term = tl.sum(acc, 1)
+            if BIAS:
+                term += tl.load(bias_ptr + expert.to(tl.int64) * N + outs).to(tl.float32)
+            total += term * tl.load(share_ptr + pair)
     tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
 
 
@@ -166,6 +190,7 @@ def expert_mlp(
     pdl: bool,
     *,
     multiprocessors: int = H200.multiprocessors,
+    limit: float | None = None,
 ) -> Tensor:
     """See the contract (models/ops)."""
     _, hidden, inner = down.data.shape
@@ -180,6 +205,8 @@ def expert_mlp(
         x_TN,
         gate_up.data,
         local_TC if gate_up.scale is None else gate_up.scale,
+        local_TC if gate_up.bias is None else gate_up.bias,
+        limit or 0.0,
         local_TC,
         hidden_PI,
         inner,
@@ -189,6 +216,8 @@ def expert_mlp(
         CHUNK=min(largest_power(hidden), 1024),
         **scale_sizes(gate_up),
         GATED=gate_up.outputs > inner,
+        CLAMPED=limit is not None,
+        BIAS=gate_up.bias is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -198,6 +227,7 @@ def expert_mlp(
         hidden_PI,
         down.data,
         local_TC if down.scale is None else down.scale,
+        local_TC if down.bias is None else down.bias,
         weights_TC,
         local_TC,
         out_TN,
@@ -207,6 +237,7 @@ def expert_mlp(
         BLOCK_N=block_n,
         CHUNK=min(largest_power(inner), 256),
         **scale_sizes(down),
+        BIAS=down.bias is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -20,7 +20,7 @@ from parallel.layers.weight import Weight
 class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
     whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat). ``biased``: with
-    biases or a clamped activation."""
+    biases and a clamped activation, which grouped_tma.py does not take."""
 
     tokens: int
     choices: int
@@ -52,9 +52,7 @@ def _call(
 
 
 def _ragged(call: ExpertCall) -> str | None:
-    """Tensor cores need multiples of 16; no kernel has biases and a clamped activation."""
-    if call.biased:
-        return "experts with biases and a clamped SwiGLU"
+    """Tensor cores need multiples of 16."""
     if call.hidden % 16 == 0 and call.inner % 16 == 0:
         return None
     return f"a hidden size of {call.hidden} is no multiple of 16"
@@ -70,13 +68,13 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
 
 def _streamed(ops: Any, call: ExpertCall) -> Run:
     pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: streamed.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, limit=limit
     )
 
 
 def _tiles(ops: Any, call: ExpertCall) -> LongListTiles | None:
-    if not ops.traits.hopper or not call.loadable or _ragged(call):
+    if not ops.traits.hopper or not call.loadable or call.biased or _ragged(call):
         return None
     mean = call.tokens * call.choices / call.all_experts
     return long_list_tiles(mean, call.experts, call.hidden, call.inner, ops.traits, call.up_rows)
@@ -93,8 +91,8 @@ def _long_lists(ops: Any, call: ExpertCall) -> Run:
 def _lists(ops: Any, call: ExpertCall) -> Run:
     given = {"shared_bytes": ops.traits.shared_bytes, "narrow": ops.fp8_activations != "never"}
     pdl = ops.pdl
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, **given
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: grouped.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, limit=limit, **given
     )
 
 

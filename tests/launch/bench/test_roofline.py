@@ -74,6 +74,7 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
     config = config_from_folder(SHAPES / folder)
     assert config.max_length >= 4096
     vocabularies = {"nemotron": 131_072, "qwen3.5": 248_320, "glm": 151_552, "minimax": 200_064, "mistral": 131_072}
+    vocabularies |= {"gpt": 201_088, "gemma": 262_208}
     assert config.vocab_size == vocabularies.get(folder.partition("-")[0], 151_936)
 
 

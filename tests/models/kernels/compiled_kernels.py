@@ -569,6 +569,12 @@ def kinds(driver: CompilingDriver) -> None:
         for kernels in (fast, same):
             prompts = PrefillAttention(torch.empty(2, 641, dtype=torch.int32, device=META), (300,), (500,))
             kernels.prefill_attention(made(300, heads, dim), kv, kernels.plan_prefill(prompts, heads, kv), 0.1, kind)
+    driver.package = "models.kernels.experts."
+    up, down = Weight.of(made(32, 5760, 2880), made(32, 5760)), Weight.of(made(32, 2880, 2880), made(32, 2880))
+    for tokens in (1, 32, 2048):
+        driver.where = f"experts of gpt-oss 20B, {tokens} tokens"
+        weights = torch.empty(tokens, 4, device=META)
+        fast.expert_mlp(made(tokens, 2880), up, down, weights, weights.int(), all_experts=32, limit=7.0)
 
 
 def more_same_bits(driver: CompilingDriver) -> None:

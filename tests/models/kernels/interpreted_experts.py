@@ -106,17 +106,28 @@ def check_mlp(
     sizes: tuple[int, int],
     dtype: torch.dtype,
     matrices: int = 2,
+    limit: float | None = None,
 ) -> None:
-    """``matrices``: 1 without a gate."""
+    """``matrices``: 1 without a gate. ``limit``: with biases, too."""
     hidden, inner = sizes
     x = torch.randn(tokens, hidden).to(dtype)
     x[-1] = math.nan  # goes nowhere, and nobody sees it
     gate_up = (torch.randn(experts, matrices * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
-    found = form(x, Weight.of(gate_up), Weight.of(down), weights, chosen, False)
-    wide = Weight.of(gate_up.double()), Weight.of(down.double())
-    expected = REFERENCE.expert_mlp(x.double(), *wide, weights.double(), chosen, all_experts=2 * experts)
+    clamped = {} if limit is None else {"limit": limit}
+    up_bias, down_bias = (
+        None if limit is None else torch.randn(experts, n).to(dtype) for n in (matrices * inner, hidden)
+    )
+    up, wide_up = (
+        Weight.of(gate_up, up_bias),
+        Weight.of(gate_up.double(), None if up_bias is None else up_bias.double()),
+    )
+    last = Weight.of(down, down_bias), Weight.of(down.double(), None if down_bias is None else down_bias.double())
+    found = form(x, up, last[0], weights, chosen, False, **clamped)
+    expected = REFERENCE.expert_mlp(
+        x.double(), wide_up, last[1], weights.double(), chosen, all_experts=2 * experts, limit=limit
+    )
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden
 
@@ -143,9 +154,11 @@ def main() -> None:
             partial(grouped, tiles=(tiles, tiles)) for tiles in (Tiles(16, 16, 16, 2, 4), Tiles(32, 32, 16, 2, 4))
         )
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
-        for without_gate in (streamed.expert_mlp, grouped):
-            check_mlp(without_gate, 3, 2, 3, (48, 32), dtype, 1)
+        for form in (streamed.expert_mlp, grouped):
+            check_mlp(form, 3, 2, 3, (48, 32), dtype, 1)
+            check_mlp(form, 3, 2, 3, (48, 32), dtype, limit=1.0)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
+        check_mlp(small, 40, 2, 3, (32, 16), dtype, limit=0.7)
         for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
             tiles = Tiles(16, 16, 16, 2, 4, group)
             check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
