@@ -208,3 +208,14 @@ def test_what_a_rank_keeps_of_a_token() -> None:
     assert [layout.layers for layout in layouts] == [(keys_and_values(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
     assert layouts[0].bytes_per_token == 2 * 2 * 2 * 10 * 4
     assert not layouts[0].has_slot_state
+
+
+def test_the_text_of_gemma_3_is_found_in_three_spellings() -> None:
+    sizes = {key: TINY[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": sizes | {"head_dim": 10}}
+    model = build(config_from_dict(config), device="meta")
+    alone = model.checkpoint_shards()
+    for prefix in ("model.", "model.language_model.", "language_model.model."):
+        names = {name.replace("model.", prefix, 1) for name in alone}
+        assert model.checkpoint_shards(names).keys() == names
+    assert all(model.leaves_unread(f"{prefix}vision_tower.conv.weight") for prefix in ("", "model."))
