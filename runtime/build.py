@@ -119,6 +119,8 @@ def build_engine(
         sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
         tokenizer = partial(tokenizer_json, config.model)
         grammars = Grammars(tokenizer, served.vocab_size, served.eos_token_ids)
+        if config.device == "cuda":
+            grammars.warm()  # takes a second for 150k ids
         executor = _executor(config, sizes, opened, model, observe, ranges, compiling, grammars)
     except BaseException:
         opened.close()

@@ -90,6 +90,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return future
 
+    def warm(self) -> None:
+        """Begin to build what all grammars share; without llguidance nothing happens."""
+        self.begin('start: "a"')
+
     def check(self, grammar: str) -> None:
         """Raises GrammarError if it cannot be used. Waits until it is compiled."""
         self.begin(grammar).result()

@@ -28,6 +28,7 @@ from launch.api.parser import COMPLETION_MAX_TOKENS
 from launch.api.schema import Body, Tool, sampling_params
 from launch.serve.bodies import ChatBody, CompletionBody, TokenizeBody, refuse_unsupported
 from launch.serve.errors import ApiError, bad_request, unsupported
+from launch.serve.parsers.call_grammar import grammar_of_calls
 from launch.serve.parsers.deltas import Tools
 from launch.serve.parsers.reader import named
 from launch.serve.parsers.table import HARMONY, REASONING
@@ -270,7 +271,12 @@ class RequestBuilder:
             said = sampling_params(body, self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.bad_words:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
-            if grammar := grammar_of(body, self._tokenizer):
+            grammar = grammar_of(body, self._tokenizer)
+            if isinstance(body, ChatBody) and (calls := self._grammar_of_calls(body)):
+                if grammar:
+                    raise RequestError("tools must be called, or are strict: no other form can be asked for", "tools")
+                grammar = calls
+            if grammar:
                 said = replace(said, grammar=self._after_reasoning(grammar, prompts[0].text or "") if chat else grammar)
             sampling = checked_sampling(said, self._ready.vocab_size)
             checked_grammar(sampling, self._grammars)
@@ -331,12 +337,25 @@ class RequestBuilder:
             return []
         if choice == "none":
             return []
-        if choice not in (None, "auto"):
-            raise unsupported("tool_choice", "only none and auto are; others need constrained decoding")
         if self._settings.tool_call_parser == "none":
             why = "no format of tool calls is known of this model; start the server with --tool-call-parser FORMAT"
             raise unsupported("tools", why)
+        if choice not in (None, "auto", "required"):
+            names = [tool.function.name for tool in body.tools]
+            if _named_tool(choice) not in names:
+                raise bad_request(f"tool_choice names none of the tools {', '.join(names)[:200]}", "tool_choice")
         return [_plain_tool(tool) for tool in body.tools]
+
+    def _grammar_of_calls(self, body: ChatBody) -> str:
+        """What an answer may be where a tool must be called, or one is strict; else "". Raises RequestError."""
+        choice, tools = body.tool_choice, body.tools or []
+        if not tools or choice == "none":
+            return ""
+        wanted = None if choice in (None, "auto") else "" if choice == "required" else _named_tool(choice)
+        if wanted is None and not any(tool.function.strict for tool in tools):
+            return ""
+        parser, one = self._settings.tool_call_parser, body.parallel_tool_calls is False
+        return grammar_of_calls(parser, tools, added_tokens(self._tokenizer), choice=wanted, one=one)
 
     def _rendered(
         self,
@@ -430,6 +449,17 @@ def _sequences(
             )
             answers = 0 if i % together else min(together, sampling.n - i)
             yield SequenceRequest(prompt.token_ids, one, stops, priority, answers)
+
+
+def _named_tool(choice: Any) -> str:
+    """Of {"type": "function", "function": {"name": ...}}. Raises ApiError."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise bad_request(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}', "tool_choice"
+        )
+    return name
 
 
 def _plain_tool(tool: Tool) -> dict[str, Any]:

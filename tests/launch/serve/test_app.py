@@ -1371,7 +1371,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     assert len(asked) > 15
 
 
-def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> None:
+def test_tools_reach_the_template_and_a_choice_of_none_of_them_is_refused() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
     async def body(client: Client) -> None:
@@ -1379,7 +1379,7 @@ def test_tools_reach_the_template_and_a_choice_that_needs_more_is_refused() -> N
         with_tools = (await client.post("/v1/chat/completions", asked)).json["usage"]["prompt_tokens"]
         without = (await client.post("/v1/chat/completions", {**asked, "tool_choice": "none"})).json["usage"]
         assert with_tools > without["prompt_tokens"]
-        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        for choice in ("always", {"type": "function", "function": {"name": "g"}}, {"type": "function"}, 5):
             reply = await client.post("/v1/chat/completions", {**asked, "tool_choice": choice})
             assert (reply.status, reply.error["param"]) == (400, "tool_choice")
 
@@ -1509,3 +1509,43 @@ def test_a_client_that_left_while_it_waited_for_its_turn_costs_the_engine_nothin
         assert len(client.fake.added) == 1
 
     run(body)
+
+
+def test_a_call_that_must_come_and_a_strict_tool_have_a_grammar() -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    unlike = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+
+    async def body(client: Client) -> None:
+        async def grammar(status: int = 200, **fields: object) -> str:
+            client.fake.added.clear()
+            asked = {
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 3,
+                "seed": 1,
+                "tools": [tool],
+                **fields,
+            }
+            reply = await client.post("/v1/chat/completions", asked)
+            assert reply.status == status, reply.body
+            return client.fake.added[0].sampling.grammar if status == 200 else str(reply.error["message"])
+
+        assert await grammar() == ""
+        required = await grammar(tool_choice="required")
+        named = await grammar(tool_choice={"type": "function", "function": {"name": "f"}})
+        assert required not in ("", named)
+        assert named == await grammar(tool_choice="required", parallel_tool_calls=False)
+        assert '\\"arguments\\": ' in required
+        free = await grammar(tools=[strict])
+        assert free not in ("", required)
+        assert "tools[0].function.parameters: keyword 'not' is not supported" in await grammar(400, tools=[unlike])
+        form = {"response_format": {"type": "json_object"}}
+        assert await grammar(**form) != ""
+        assert "no other form" in await grammar(400, tool_choice="required", **form)
+        assert "one constraint" in await grammar(400, structured_outputs={"regex": "a", "choice": ["b"]})
+        assert "one form" in await grammar(400, structured_outputs={"regex": "a"}, **form)
+        assert "schema" in await grammar(400, response_format={"type": "json_schema"})
+
+    run(body, ServedFake(model=FakeModel(vocab_size=400, max_model_len=400)), tool_call_parser="hermes")

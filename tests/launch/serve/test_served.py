@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.parallel.control.ranks import short_folder
@@ -157,6 +158,11 @@ def tokens_that_a_request_names_are_drawn_or_not(client: openai.OpenAI) -> None:
         ids(logit_bias={"5": 101})
 
 
+class Person(pydantic.BaseModel):
+    name: Literal["Ann", "Bob"]
+    age: int = pydantic.Field(ge=0, le=99)
+
+
 def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     """On two ranks, whole and streamed, beside answers of any form; and what cannot be asked for."""
     pytest.importorskip("llguidance")
@@ -178,10 +184,29 @@ def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks)).keys() == {"name", "age"}
     cut = client.chat.completions.create(**asked, max_tokens=3)
     assert cut.choices[0].finish_reason == "length"
+    del asked["response_format"]
+    parsed = client.chat.completions.parse(**asked, response_format=Person, max_tokens=400).choices[0].message.parsed
+    assert isinstance(parsed, Person)
+    tool = openai.pydantic_function_tool(Person)
+    asked |= {"tools": [tool], "max_tokens": 400}
+    called = client.chat.completions.parse(**asked, tool_choice="required", parallel_tool_calls=False).choices[0]
+    (call,) = called.message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Person)
+    assert called.finish_reason == "tool_calls"
+    named = {"type": "function", "function": {"name": "Person"}}
+    pieces = [
+        delta.function.arguments or ""
+        for chunk in client.chat.completions.create(**asked, tool_choice=named, stream=True)
+        for delta in chunk.choices[0].delta.tool_calls or ()
+        if delta.function
+    ]
+    assert Person.model_validate_json("".join(pieces))
+    asked = {name: value for name, value in asked.items() if name not in ("tools", "max_tokens")}
     extra = {"structured_outputs": {"choice": ["yes", "no"]}}
     several = client.completions.create(model="demo", prompt="so", n=3, max_tokens=20, extra_body=extra)
     assert {choice.text for choice in several.choices} <= {"yes", "no"}
     form["json_schema"] = {"name": "n", "schema": {"properties": {"a": {"not": {}}}}}
+    asked["response_format"] = form
     with pytest.raises(openai.BadRequestError, match=r"schema\.properties\.a: keyword 'not'") as refused:
         client.chat.completions.create(**asked)
     assert refused.value.param == "response_format"
@@ -190,7 +215,8 @@ def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
 def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text(KEY + "\n")
-    with serving(tmp_path, "--api-key-file", str(key_file), "--drain-seconds", "60") as server:
+    formats = "--tool-call-parser", "hermes"  # the model's template has none
+    with serving(tmp_path, "--api-key-file", str(key_file), "--drain-seconds", "60", *formats) as server:
         client = server.client
         models_are_listed(client)
         completions_come_whole_and_streamed(client, server.client_with())

@@ -15,12 +15,16 @@ from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
+from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.conftest import over_model
+from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import live, oracle, same
+from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_trees import RANKS, KnownAnswers
 from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
@@ -88,7 +92,7 @@ def test_answers_are_texts_of_their_grammars_and_the_same_at_every_depth(depth: 
     same(life, oracle(requests, grammars=GRAMMARS) if depth else life)
 
 
-def test_in_draft_windows_and_trees() -> None:
+def test_in_draft_windows() -> None:
     """Its row gains a token a step, others up to four."""
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)
@@ -101,7 +105,7 @@ def test_in_draft_windows_and_trees() -> None:
         assert life.counters["spec_num_accepted_tokens"] > 0
 
 
-def test_ranks_that_share_the_vocabulary_and_groups_draw_the_same() -> None:
+def test_ranks_that_share_the_vocabulary_draw_the_same() -> None:
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)
     same(live(requests, depth=2, over=lambda **how: tensor_rig(2, **how), **HOW), alone)
@@ -109,6 +113,23 @@ def test_ranks_that_share_the_vocabulary_and_groups_draw_the_same() -> None:
         live(mixture(logprobs=None), depth=2, over=lambda **how: tensor_rig(2, **how), **HOW),
         oracle(mixture(logprobs=None), grammars=GRAMMARS),
     )
+
+
+def test_in_draft_trees() -> None:
+    requests = mixture()
+    alone = oracle(requests, grammars=GRAMMARS)
+    script = script_of(requests, {i: ended.token_ids for i, ended in alone.finished.items()})
+    proposer = branching(lambda parts: KnownAnswers(parts, script), RANKS)
+    rule = Speculation(3, mixed_percent=0)
+    life = live(requests, depth=2, proposer=proposer, speculation=rule, tree=8, **HOW)
+    same(life, alone)
+    assert life.counters["spec_num_accepted_tokens"] > 0
+
+
+def test_groups_that_deal_requests_out() -> None:
+    requests = mixture()
+    with dealt_rig(depth=2, **HOW) as engine:
+        check(requests, run(engine, requests))
 
 
 def test_forks_and_whoever_is_evicted() -> None:

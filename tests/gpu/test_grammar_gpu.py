@@ -1,0 +1,39 @@
+"""Answers that are texts of a grammar, on a GPU: at every depth the same, and in draft windows texts all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.schedule.speculation import Speculation
+from runtime.speculate.methods import proposer_for
+from runtime.speculative_config import speculative_config
+from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
+from tests.runtime.engine import test_grammar as on_cpu
+from tests.runtime.engine.rig import run
+from tests.runtime.engine.test_depths import outcome
+
+pytestmark = pytest.mark.gpu
+
+OVER = SHAPE | on_cpu.SHAPE
+
+
+def test_depths_agree_and_answers_are_texts() -> None:
+    requests = on_cpu.mixture()
+    with gpu_rig("triton", depth=0, dtype=torch.float32, shape=OVER, grammars=on_cpu.GRAMMARS) as engine:
+        serial = run(engine, requests)
+    on_cpu.check(requests, serial)
+    for depth in (1, 3):
+        with gpu_rig("triton", depth=depth, dtype=torch.float32, shape=OVER, grammars=on_cpu.GRAMMARS) as engine:
+            assert outcome(run(engine, requests)) == outcome(serial)
+
+
+def test_a_row_gains_one_token_of_a_draft_window() -> None:
+    """What a draft window costs in last bits may change a token, but not what is allowed."""
+    keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    requests = on_cpu.mixture()
+    rule = Speculation(4, mixed_percent=0)
+    proposer = proposer_for(speculative_config(keys))
+    with gpu_rig(depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, proposer=proposer, speculation=rule) as engine:
+        on_cpu.check(requests, run(engine, requests))
+        assert engine.counters["spec_num_accepted_tokens"] > 0

@@ -1,0 +1,163 @@
+"""Grammars of tool calls against the parsers: what a grammar allows is read as calls that the tools' schemas allow."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.api.schema import Function, Tool
+from launch.serve.parsers.answer_parser import AnswerParser
+from launch.serve.parsers.call_grammar import _FORMS, grammar_of_calls
+from launch.serve.parsers.deltas import merged
+from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
+from runtime.frontend.validation import RequestError
+from runtime.grammar import Grammars
+from runtime.schedule.request import SamplingParams
+from tests.runtime.frontend import small_tokenizers
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+pytestmark = pytest.mark.slow
+EOS, VOCABULARY = 0, 400
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "where": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 3},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "integer"}},
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "now": NOTHING}
+TOOLS = [Tool("function", Function(name, parameters=schema, strict=True)) for name, schema in SCHEMAS.items()]
+
+
+def with_tokens(*names: str) -> Tokenizer:
+    """The byte-level tokenizer, and these tokens, of which letters never spell one."""
+    backend = small_tokenizers.byte_level_backend().__class__.from_str(small_tokenizers.byte_level().to_json())
+    backend.add_tokens(list(names))
+    return Tokenizer(backend)
+
+
+BYTES = small_tokenizers.byte_level()
+GRAMMARS = grammars_of(BYTES, VOCABULARY, (EOS,))
+
+
+def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -> list[str]:
+    """Texts that chance writes, which ends texts and values where it can, mostly; free ones with ``end``."""
+    draw, found = random.Random(seed), list[str]()
+    for _ in range(count):
+        matcher, answer = GRAMMARS.matcher(SamplingParams(grammar=grammar), (EOS,), ()), list[int]()
+        allowed_W = np.zeros(-(-VOCABULARY // 32), np.int32)
+        while len(answer) < most and EOS not in answer:
+            matcher.allow(allowed_W)
+            ids = np.flatnonzero(np.unpackbits(allowed_W.view(np.uint8), bitorder="little")).tolist()
+            assert ids, BYTES.decode(answer)
+            if end and len(ids) > 150 and draw.random() < 0.3 and BYTES.encode(end)[0] in ids:
+                answer += BYTES.encode(end)
+                matcher.accept(BYTES.encode(end))
+                continue
+            closing = [i for i in ids if i == EOS or BYTES.decode([i]) in ('"', "}", "]", "<", "</", "\n")]
+            answer.append(draw.choice(closing if closing and draw.random() < 0.7 else ids))
+            matcher.accept(answer[-1:])
+        if EOS in answer:
+            found.append(BYTES.decode(answer))
+    return found
+
+
+def is_text(grammar: str, text: str, tokenizer: Tokenizer = BYTES, grammars: Grammars = GRAMMARS) -> bool:
+    matcher = grammars.matcher(SamplingParams(grammar=grammar), (EOS,), ())
+    allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
+    for token in (*tokenizer.encode(text), EOS):
+        matcher.allow(allowed_W)
+        if not allowed_W[token // 32] >> token % 32 & 1:
+            return False
+        matcher.accept((token,))
+    return True
+
+
+def calls_in(parser: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content, and calls."""
+    read = AnswerParser(parser, None, SCHEMAS)
+    message = merged([*read.push(text), *read.finish()])
+    calls = [
+        (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message.get("tool_calls", [])
+    ]
+    return message.get("content") or "", calls
+
+
+@pytest.mark.parametrize("parser", [name for name in _FORMS if name != "qwen3_xml"])
+def test_a_required_call_is_read_as_one_that_the_schema_allows(parser: str) -> None:
+    for choice in ("", "weather"):
+        grammar = grammar_of_calls(parser, TOOLS, {}, choice=choice, one=False)
+        texts = walks(grammar, parser, 6, _FORMS[parser].value_end)
+        assert texts
+        for text in texts:
+            content, calls = calls_in(parser, text)
+            assert not content.strip(), text
+            assert calls, text
+            for name, arguments in calls:
+                assert name == choice or not choice
+                jsonschema.validate(arguments, SCHEMAS[name])
+
+
+def test_one_call_where_one_is_wanted() -> None:
+    for parser in ("hermes", "qwen3_coder", "minimax_m2"):
+        grammar = grammar_of_calls(parser, TOOLS, {}, choice="", one=True)
+        assert {len(calls_in(parser, text)[1]) for text in walks(grammar, "one", 6, _FORMS[parser].value_end)} == {1}
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "B", "unit": "C"}}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nB\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">B</parameter>\n'
+    '<parameter name="unit">C</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+
+
+@pytest.mark.parametrize(("parser", "call"), [("hermes", HERMES), ("qwen3_coder", CODER), ("minimax_m2", MINIMAX)])
+@pytest.mark.parametrize("marks", [(), ("<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>")])
+def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple[str, ...]) -> None:
+    """From the mark on a call must follow; whether marks are tokens or not."""
+    tokenizer = with_tokens(*marks)
+    grammars = grammars_of(tokenizer, VOCABULARY, (EOS,))
+    grammar = grammar_of_calls(parser, TOOLS, added_tokens(tokenizer), choice=None, one=False)
+    for text in ("no call, but < and <tool", f"so:\n{call}", f"{call}\n{call} done"):
+        assert is_text(grammar, text, tokenizer, grammars), text
+    for text in (call.replace("weather", "rain"), call.replace("C", "K"), f"so {call[:40]}"):
+        assert not is_text(grammar, text, tokenizer, grammars), text
+    grammars.close()
+
+
+def test_what_cannot_be_enforced_is_refused_where_a_tool_is_strict() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+    strict, other = (Tool("function", Function("f", parameters=schema, strict=value)) for value in (True, False))
+    assert grammar_of_calls("hermes", [strict], {}, choice="", one=False)
+    with pytest.raises(
+        RequestError, match=r"tools\[0\].function.parameters.properties.a: 'pattern' of a text"
+    ) as found:
+        grammar_of_calls("qwen3_coder", [strict], {}, choice="", one=False)
+    assert found.value.field == "tools"
+    assert grammar_of_calls("qwen3_coder", [other], {}, choice="", one=False)
+    for schema in ({"anyOf": [WEATHER, NOTHING]}, {"type": "object", "required": ["a"]}):
+        one = Tool("function", Function("f", parameters=schema, strict=True))
+        assert grammar_of_calls("hermes", [one], {}, choice="", one=False)
+        with pytest.raises(RequestError, match="writes properties one by one"):
+            grammar_of_calls("glm45", [one], {}, choice="", one=False)
+    with pytest.raises(RequestError, match="cannot be constrained; there are hermes") as found:
+        grammar_of_calls("openai", TOOLS, {}, choice="", one=False)
+    assert found.value.field == "tool_choice"
+    with pytest.raises(RequestError, match="have no mark"):
+        grammar_of_calls("llama3_json", TOOLS, {}, choice=None, one=False)
