@@ -1541,7 +1541,7 @@ def test_a_call_that_must_come_and_a_strict_tool_have_a_grammar() -> None:
         free = await grammar(tools=[strict])
         assert free not in ("", required)
         assert "tools[0].function.parameters: keyword 'not' is not supported" in await grammar(400, tools=[unlike])
-        form = {"response_format": {"type": "json_object"}}
+        form: dict[str, Any] = {"response_format": {"type": "json_object"}}
         assert await grammar(**form) != ""
         assert "no other form" in await grammar(400, tool_choice="required", **form)
         assert "one constraint" in await grammar(400, structured_outputs={"regex": "a", "choice": ["b"]})

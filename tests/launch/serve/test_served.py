@@ -195,7 +195,7 @@ def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     (call,) = called.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Person)
     assert called.finish_reason == "tool_calls"
-    named = {"type": "function", "function": {"name": "Person"}}
+    named: Any = {"type": "function", "function": {"name": "Person"}}
     pieces = [
         delta.function.arguments or ""
         for chunk in client.chat.completions.create(**asked, tool_choice=named, stream=True)

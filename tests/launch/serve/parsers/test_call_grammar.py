@@ -142,7 +142,7 @@ def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple
 
 
 def test_what_cannot_be_enforced_is_refused_where_a_tool_is_strict() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+    schema: Any = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
     strict, other = (Tool("function", Function("f", parameters=schema, strict=value)) for value in (True, False))
     assert grammar_of_calls("hermes", [strict], {}, choice="", one=False)
     with pytest.raises(
