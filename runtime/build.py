@@ -117,8 +117,7 @@ def build_engine(
         check_model(config, model, limits)
         sizes = _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size)
         sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
-        tokenizer = partial(tokenizer_json, config.model)
-        grammars = Grammars(tokenizer, served.vocab_size, served.eos_token_ids)
+        grammars = Grammars(partial(tokenizer_json, config.model), served.vocab_size, served.eos_token_ids)
         if config.device == "cuda":
             grammars.warm()  # takes a second for 150k ids
         executor = _executor(config, sizes, opened, model, observe, ranges, compiling, grammars)

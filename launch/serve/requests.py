@@ -271,13 +271,7 @@ class RequestBuilder:
             said = sampling_params(body, self._settings.defaults, max_tokens=max_tokens, logprobs=logprobs)
             if body.bad_words:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
-            grammar = grammar_of(body, self._tokenizer)
-            if isinstance(body, ChatBody) and (calls := self._grammar_of_calls(body)):
-                if grammar:
-                    raise RequestError("tools must be called, or are strict: no other form can be asked for", "tools")
-                grammar = calls
-            if grammar:
-                said = replace(said, grammar=self._after_reasoning(grammar, prompts[0].text or "") if chat else grammar)
+            said = replace(said, grammar=self._grammar(body, prompts[0].text or ""))
             sampling = checked_sampling(said, self._ready.vocab_size)
             checked_grammar(sampling, self._grammars)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
@@ -317,6 +311,16 @@ class RequestBuilder:
             scored,
             token_ids=bool(body.return_token_ids),
         )
+
+    def _grammar(self, body: Body, prompt: str) -> str:
+        """Of the answer to ``prompt``; "" for any. Raises RequestError."""
+        grammar = grammar_of(body, self._tokenizer)
+        if not isinstance(body, ChatBody):
+            return grammar
+        calls = self._grammar_of_calls(body)
+        if grammar and calls:
+            raise RequestError("tools must be called, or are strict: no other form can be asked for", "tools")
+        return self._after_reasoning(grammar or calls, prompt) if grammar or calls else ""
 
     def _after_reasoning(self, grammar: str, prompt: str) -> str:
         """``grammar`` for what follows the reasoning, of which ``prompt`` has the beginning, or all, or nothing."""
