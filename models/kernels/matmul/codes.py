@@ -39,7 +39,7 @@ def _quantise_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0) + tl.arange(0, 1)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * N + columns[None, :], mask=(columns < N)[None, :], other=0.0)
-    if CAP:  # NaN stays NaN
+    if CAP > 0:  # NaN stays NaN
         x = tl.where(x > CAP, CAP, tl.where(x < -CAP, -CAP, x))
     store_codes(x, row, first, codes_ptr, scale_ptr, pitch, M, N, GROUP)
 
