@@ -157,10 +157,11 @@ def windows(driver: CompilingDriver) -> None:
     numbers, few, records = made(rows), made(rows, dtype=torch.int32), made(65, 80, dtype=torch.int32)
     columns = records.view(torch.int64)[:, 0], records[:, 4], records[:, 6], records[:, 8]
     table, ring = made(65, 128, dtype=torch.int32), made(4, 2000, dtype=torch.int32)
+    tables = table[None]
     for tokens, tree in ((width, None), (32, made(rows, 32))):
         last, length, finished, most = (column[:rows] for column in columns)
         window_io_triton.begin(
-            numbers, records[:rows], (last, length, finished, most), made(rows, tokens - 1), tree, table, 64
+            numbers, records[:rows], (last, length, finished, most), made(rows, tokens - 1), tree, tables, 64
         )
         flat = made(rows * tokens, dtype=torch.int32)
         drawn, asked = (made(rows * tokens), flat, flat), (made(rows, tokens),) * 3
@@ -177,7 +178,7 @@ def windows(driver: CompilingDriver) -> None:
     packed = made(96)
     for tree in (None, made(65, width)):
         guesses = made(65, width - 1)
-        step_io_triton.begin_packed((packed, packed, packed, numbers, numbers), columns, table, 64, guesses, tree)
+        step_io_triton.begin_packed((packed, packed, packed, numbers, numbers), columns, tables, 64, guesses, tree)
     how: dict[str, Any] = {"block_size": 64, "positions": 40960}
     draft_triton.lay_out(numbers, last, length, finished, table, 3, **how)
     draft_triton.lay_out(numbers, last, length, finished, table, width, mask_token=151669, **how)
