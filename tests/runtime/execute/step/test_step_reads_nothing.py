@@ -103,7 +103,7 @@ class Parts:
         config, device = config_from_dict(dict(shape)), cast(Device, MetaDevice())
         context = ModelContext(SingleRank(), reference_kernels(), torch.bfloat16)
         with META:
-            model = (ARCHITECTURES | {ARCHITECTURE: ToyHybrid})[config.architecture](config, context)
+            model = ARCHITECTURES[config.architecture](config, context)
         self.pool = CachePool(device, block_size=BLOCK, blocks=64, slots=16)
         caches = self.pool.allocate(model.cache_layout)
         self.tables = SlotTables(device, max_requests=16, max_blocks=8, vocab_size=config.vocab_size)
@@ -121,6 +121,11 @@ class Parts:
         guessing = ProposerParts(parts.device, parts.model, self.pool, self.tables, limits)
         config = replace(parts.config, limits=limits)
         return replace(parts, staging=cast(Any, staging), config=config, proposer=make(guessing))
+
+
+@pytest.fixture(autouse=True)
+def toy_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, ARCHITECTURE, ToyHybrid)
 
 
 @pytest.mark.parametrize("features", VARIANTS, ids=str)
