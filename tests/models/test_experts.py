@@ -359,6 +359,7 @@ def test_expert_mlp_follows_the_formula_and_masks() -> None:
     assert out[3].tolist() == out[7].tolist() == [0.0] * hidden
 
 
+@pytest.mark.slow
 def test_ranks_terms_add_up() -> None:
     """Whatever the split, the partial sums of all ranks make the layer."""
     x, real = random(11, 24), torch.ones(11, dtype=torch.bool)

@@ -33,7 +33,8 @@ def called(model: Decoder) -> list[int]:
     assert model._attentions  # asked of the real layers
     kept, model.layers = model.layers, nn.ModuleList(Said(number) for number in range(len(model.layers)))
     try:
-        inputs = type("Inputs", (), {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None})()
+        fields = {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None}
+        inputs = type("Inputs", (), {**fields, "of_group": lambda self, number: self})()
         model._with_prefill_plan = lambda inputs, caches: inputs  # type: ignore[method-assign]
         model._planned = lambda inputs, *rest: inputs  # type: ignore[method-assign]
         model._whole_last_layer = lambda: True  # type: ignore[method-assign]
