@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from models.config import ModelConfig, ModelConfigError
 from models.quantization import Fp8Scheme, Quantization
 from parallel.layers.shard import ScatteredShard, Shard, Sliceable
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
     from models.fp8_load import Codes
 
 _MOST_CODE = 448.0  # the largest float8_e4m3fn
@@ -30,8 +30,15 @@ AT_LOAD = Quantization(
 
 def quantised_at_load(config: ModelConfig, option: str | None) -> ModelConfig:
     """``config`` of a model whose matrices become codes as ``option`` (None, "fp8") asks; one that is quantised
-    already stays as it is."""
-    return config if option is None or config.quantization is not None else replace(config, quantization=AT_LOAD)
+    already stays as it is. Raises ModelConfigError for experts whose rows are columns of the checkpoint's tensors."""
+    if option is None or config.quantization is not None:
+        return config
+    if config.experts is not None and config.experts.limit is not None:
+        raise ModelConfigError(
+            f"--quantization {option} is not implemented for {config.architecture}, whose checkpoint holds its experts "
+            "transposed: leave the option out"
+        )
+    return replace(config, quantization=AT_LOAD)
 
 
 def load_as_codes(stored: Sliceable, shard: Shard | ScatteredShard, codes: Codes) -> bool:

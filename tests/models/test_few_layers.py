@@ -31,6 +31,7 @@ def called(model: Decoder) -> list[int]:
             return x_TN, x_TN if residual_TN is None else residual_TN
 
     assert model._attentions  # asked of the real layers
+    assert model.cache_layout
     kept, model.layers = model.layers, nn.ModuleList(Said(number) for number in range(len(model.layers)))
     try:
         fields = {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None}

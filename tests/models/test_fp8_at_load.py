@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoint import WeightsError
+from models.config import ModelConfigError
 from models.drafters.draft_config import DFlashConfig, Eagle3Config
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.fp8_at_load import AT_LOAD, quantised_at_load
@@ -63,13 +64,18 @@ def load(folder: Path, rank: int = 0, size: int = 1, *, option: str | None = Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "gpt-oss"])
 def test_every_split_has_the_codes_of_whole_rows(model: str, tmp_path: Path) -> None:
     numbers, meant = write_both(tmp_path, MODELS[model])
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         check_same(load(numbers, rank, size, option="fp8"), load(meant, rank, size))
     if "num_experts" in MODELS[model]:
         check_same(load(numbers, 1, 2, option="fp8", whole=True), load(meant, 1, 2, whole=True))
+
+
+def test_experts_that_are_stored_transposed_are_refused() -> None:
+    with pytest.raises(ModelConfigError, match="--quantization fp8 is not implemented for GptOssForCausalLM"):
+        quantised_at_load(config_from_dict(MODELS["gpt-oss"]), "fp8")
 
 
 def test_heads_routers_and_embeddings_keep_their_numbers(tmp_path: Path) -> None:
