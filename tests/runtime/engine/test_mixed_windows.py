@@ -513,7 +513,9 @@ def test_a_start_with_more_window_tokens_than_a_step_holds_serves(tokens: int, e
     """256 rows of 8 tokens fill a step of 2,048: then decode requests in steps with chunks have fewer."""
     keys = {"method": "ngram", "num_speculative_tokens": tokens}
     config = EngineConfig(model="models/demo", device="cuda", speculative_config=keys, **engine)
-    executor: Any = SimpleNamespace(restores_prefixes=True, sizing=SimpleNamespace(num_blocks=10_000), snapshots=0)
+    executor: Any = SimpleNamespace(
+        restores_prefixes=True, sizing=SimpleNamespace(num_blocks=10_000, windows=()), snapshots=0
+    )
     schedule = _schedule(config, config.step_limits(4096, 4), executor)
     assert replace(schedule, widths=(1,)).widths == (1,)
     buckets = token_ladder(config.max_prefill_tokens)
