@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 
 LIMIT_S = 1.0
 QUICK_LIMIT_S = 0.1
-TIMES = 12  # a busy machine with a slow CPU took six times the limit for tests that a fast one does within it
+TIMES = 8  # a busy machine with a slow CPU took six times the limit for tests that a fast one does within it
 REFERENCE_S = 0.010
 LIFTED = ("slow", "long", "gpu", "multigpu", "slurm")
 # Quick folders and files: each test takes at most QUICK_LIMIT_S, and `make check` runs them after every edit.

@@ -24,18 +24,18 @@ def test_cheap():
     take(0.9)
 
 def test_dear():
-    take(12.1)
+    take(8.1)
 
 def test_dear_while_a_cache_was_cold():
-    take(12.1 if "WARM" not in os.environ else 0.9)
+    take(8.1 if "WARM" not in os.environ else 0.9)
     os.environ["WARM"] = "1"
 
 def test_not_dear_enough_to_be_sure():
-    take(11.9)
+    take(7.9)
 
 @pytest.mark.slow
 def test_slow():
-    take(12.1)
+    take(8.1)
 """
 
 
@@ -57,7 +57,7 @@ def run(files: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 def test_a_test_over_the_limit_twice_fails_unless_it_is_marked(files: pytest.Pytester) -> None:
     done = run(files)
     done.assert_outcomes(passed=5, failed=1)
-    done.stdout.fnmatch_lines(["*test_dear took 12.10 CPU seconds when it ran again, 12 times the limit of 1 s. *"])
+    done.stdout.fnmatch_lines(["*test_dear took 8.10 CPU seconds when it ran again, 8 times the limit of 1 s. *"])
 
 
 def test_a_quick_room_has_a_tenth_and_alone_is_collected(
@@ -68,11 +68,11 @@ def test_a_quick_room_has_a_tenth_and_alone_is_collected(
     files.makepyfile(test_broken="raise RuntimeError('collected')")
     done = run(files, "-m", "quick")
     done.assert_outcomes(passed=1, failed=4, deselected=1)
-    done.stdout.fnmatch_lines(["*test_cheap took 0.90 CPU seconds when it ran again, 12 times the limit of 0.1 s. *"])
+    done.stdout.fnmatch_lines(["*test_cheap took 0.90 CPU seconds when it ran again, 8 times the limit of 0.1 s. *"])
 
 
 def test_a_failure_is_reported_as_it_is(files: pytest.Pytester) -> None:
-    files.makepyfile(test_it=TAKES.replace("take(12.1)", "take(12.1); assert 0, 'a fault'"))
+    files.makepyfile(test_it=TAKES.replace("take(8.1)", "take(8.1); assert 0, 'a fault'"))
     done = run(files, "-k", "test_dear or first")
     done.stdout.fnmatch_lines(["*AssertionError: a fault*"])
     assert "CPU seconds" not in done.stdout.str()
