@@ -74,6 +74,10 @@ _WHY: Final = {
     "add_generation_prompt": "what is generated is the assistant's answer",
     "tool_choice": "a batch has no tools",
 }
+# Fields that ask for a form of the answer.
+_FORMS: Final = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
 _LONGEST_SHOWN: Final = 80  # characters of a value
 
 
@@ -143,14 +147,14 @@ def chat_logprobs(body: ChatFields) -> int | None:
 def grammar_of(body: SamplingFields, tokenizer: Tokenizer | None) -> str:
     """Of response_format, structured_outputs, or one of vLLM's older names for it; "" without any."""
     added = added_tokens(tokenizer)
-    older = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-    asked = {name: getattr(body, name, None) for name in ("response_format", "structured_outputs", *older)}
     made = {}
-    for name, value in asked.items():
+    for name in _FORMS:
+        value = getattr(body, name, None)
         if name == "response_format":
             grammar = of_response_format(value, added)
         else:
-            given = {older[name]: value} if name in older and value is not None else value
+            older = name.startswith("guided_") and value is not None
+            given = {name.removeprefix("guided_"): value} if older else value
             grammar = of_structured_outputs(given, name, added)
         if grammar:
             made[name] = grammar
@@ -162,8 +166,7 @@ def grammar_of(body: SamplingFields, tokenizer: Tokenizer | None) -> str:
 def as_sent(error: RequestError, body: object) -> RequestError:
     """The same of the field that the client sent: a chat's max_tokens has two names, a grammar several."""
     if error.field == "grammar":
-        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-        sent = next((name for name in names if getattr(body, name, None)), "guided_grammar")
+        sent = next((name for name in _FORMS if getattr(body, name, None)), _FORMS[-1])
         return RequestError(f"{sent}: {error}", sent)
     if error.field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return RequestError(str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens")

@@ -31,7 +31,7 @@ from runtime.frontend.remote_engine import ClientGone, EngineLost, Mailbox, Remo
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import FinishReason
 
-CLIENT_CLOSED = 499  # nobody reads it
+CLIENT_CLOSED = 499  # its client has left
 _SHORT = 1 << 14  # tokens of prompts and answers that are written down in a millisecond or two
 _FAILED = (FinishReason.ERROR, FinishReason.CANCELLED)
 

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from launch.api.body_rules import Neutral
-from launch.api.schema import Function, SamplingFields, StreamOptions, Tool
+from launch.api.schema import Body, Function, StreamOptions, Tool
 from launch.serve.bodies import ChatBody, refuse_unsupported
 from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.generation import CLIENT_CLOSED
@@ -34,6 +34,8 @@ _REFUSED: Final[Neutral] = {
     "n": (1,),
     "max_tokens": (),
     "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "response_format": (),  # it is text.format here
 }
 _SHOWN: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")  # of ``include``; nothing is encrypted
 _NAMES: Final = {  # a chat's field -> the one that it was made from
@@ -56,22 +58,20 @@ class TextForm(msgspec.Struct):
     format: Row | None = None
 
 
-class ResponsesBody(SamplingFields, kw_only=True, forbid_unknown_fields=False):
-    """Of /v1/responses. Sampling parameters beyond OpenAI's are vLLM's."""
+class ResponsesBody(Body, kw_only=True, forbid_unknown_fields=False):
+    """Of /v1/responses. Sampling parameters beyond OpenAI's are vLLM's, and refused as in the other bodies."""
 
     input: str | list[Row]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
     tools: list[Row] | None = None
     tool_choice: str | Row | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextForm | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Any = None  # shown in the answer
     chat_template_kwargs: Row | None = None
     # Refused unless at their default (_REFUSED).
     previous_response_id: Any = None
@@ -87,14 +87,11 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if other := [name for name in body.include or () if name not in _SHOWN]:
         raise unsupported("include", f"{other[0]!r} is not kept; possible are {', '.join(_SHOWN)}")
     shows_scores = body.top_logprobs is not None or _SHOWN[0] in (body.include or ())
-    sampling: Row = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
-    sampling["response_format"] = _response_format(body.text)
+    common: Row = {name: getattr(body, name) for name in Body.__struct_fields__}
+    common |= {"stream": True, "stream_options": StreamOptions(include_usage=True)}
     return ChatBody(
-        **sampling,
+        **{**common, "response_format": _response_format(body.text)},
         messages=[*_instructions(body), *_messages(body.input)],
-        model=body.model,
-        stream=True,
-        stream_options=StreamOptions(include_usage=True),
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if shows_scores else None,
         top_logprobs=body.top_logprobs,
@@ -208,7 +205,7 @@ async def respond(
         return answer
     made = ResponseEvents(body, settings.reasoning_field, settings.defaults)
     if body.stream:
-        return answer.translated(made.events)
+        return answer.translated(made.events, framed)
     try:
         async for _ in made.events(answer.each()):
             pass
@@ -245,13 +242,14 @@ class ResponseEvents:
             "truncation": "disabled", "usage": None, "user": None, "metadata": body.metadata or {},
         }  # fmt: skip
 
-    async def events(self, chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Each event as it is sent, for the ``chunks`` of a chat's stream that ends with its usage."""
+    async def events(self, chunks: AsyncIterable[bytes]) -> AsyncGenerator[Row, None]:
+        """For the ``chunks`` of a chat's stream that ends with its usage. An event holds the response as it is until
+        the next one is asked for."""
         async for chunk in chunks:
             for event in self._of_chunk(msgspec.json.decode(chunk)):
-                yield _framed(event)
+                yield event
         for event in self._end():
-            yield _framed(event)
+            yield event
 
     def _of_chunk(self, chunk: Row) -> Iterator[Row]:
         if not self._id:
@@ -355,5 +353,5 @@ class ResponseEvents:
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
 
-def _framed(event: Row) -> bytes:
+def framed(event: Row) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

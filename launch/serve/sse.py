@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -29,23 +30,20 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def as_it_is(data: bytes) -> bytes:
-    return data
-
-
 class EventStream:
-    """``events`` yields the JSON of each event; an ApiError that it raises ends the stream as a failure.
+    """``events`` yields each event, of which ``frame`` makes what is sent; an ApiError that it raises ends the stream as
+    a failure.
 
     ``left`` is called when the stream is over, whatever ended it. ``comment_seconds``: silence after which a comment
-    is sent, 0 for never. ``frame``: what is sent of what ``events`` yields; ``end``: what is sent last.
+    is sent, 0 for never. ``end``: what is sent last.
     """
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[Any, None],
         left: Callable[[], object],
         comment_seconds: float = 0.0,
-        frame: Callable[[bytes], bytes] = event,
+        frame: Callable[[Any], bytes] = event,
         end: bytes = DONE,
     ) -> None:
         self._events = events
@@ -54,7 +52,7 @@ class EventStream:
         self._frame = frame
         self._end = end
 
-    async def each(self) -> AsyncGenerator[bytes, None]:
+    async def each(self) -> AsyncGenerator[Any, None]:
         """What ``events`` yields, for a caller that sends it otherwise, or not at all."""
         try:
             async for data in self._events:
@@ -62,9 +60,11 @@ class EventStream:
         finally:
             self._left()
 
-    def translated(self, into: Callable[[AsyncIterable[bytes]], AsyncGenerator[bytes, None]]) -> EventStream:
-        """A stream of what ``into`` makes of the events, complete with their frames; nothing follows the last one."""
-        return EventStream(into(self._events), self._left, self._comment_seconds, as_it_is, b"")
+    def translated(
+        self, into: Callable[[AsyncIterable[Any]], AsyncGenerator[Any, None]], frame: Callable[[Any], bytes]
+    ) -> EventStream:
+        """A stream of what ``into`` makes of the events; nothing follows the last one."""
+        return EventStream(into(self._events), self._left, self._comment_seconds, frame, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
@@ -93,10 +93,10 @@ class EventStream:
         finally:
             self._left()
 
-    def _each(self, send: Send) -> AsyncGenerator[bytes, None]:
+    def _each(self, send: Send) -> AsyncGenerator[Any, None]:
         return self._events if self._comment_seconds <= 0 else self._with_comments(send)
 
-    async def _with_comments(self, send: Send) -> AsyncGenerator[bytes, None]:
+    async def _with_comments(self, send: Send) -> AsyncGenerator[Any, None]:
         """The events; between two that are far apart, comments."""
         following = asyncio.ensure_future(anext(self._events, None))
         try:

@@ -14,7 +14,7 @@ import tokenizers
 
 from launch.serve.bodies import decode
 from launch.serve.errors import ApiError
-from launch.serve.responses import ResponseEvents, ResponsesBody, as_chat
+from launch.serve.responses import ResponseEvents, ResponsesBody, as_chat, framed
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.request import SamplingParams
 from tests.launch.generate import fake_engine
@@ -119,7 +119,7 @@ def test_log_probabilities_stand_beside_the_text_and_not_beside_the_reasoning() 
         body = decode(b'{"input": "x", "top_logprobs": 0}', ResponsesBody)
         assert as_chat(body).logprobs is True
         made = ResponseEvents(body, "reasoning_content", SamplingParams())
-        sent = [event async for event in made.events(chunks())]
+        sent = [framed(event) async for event in made.events(chunks())]
         return [json.loads(event.partition(b"data: ")[2]) for event in sent]
 
     found = asyncio.run(events())
@@ -191,6 +191,8 @@ def test_items_become_messages_of_a_chat() -> None:
         (b'"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]', "input"),
         (b'"input": [{"role": "user", "content": 3}]', "input"),
         (b'"n": 2', "n"),
+        (b'"response_format": {"type": "json_object"}', "response_format"),
+        (b'"use_beam_search": true', "use_beam_search"),
     ],
 )
 def test_what_is_not_kept_or_not_known_is_refused_by_name(fields: bytes, param: str) -> None:
