@@ -246,7 +246,7 @@ class StepInputs:
     with experts derives it from kv_slots_T where it is None. state: there where a layer has slot state. exchange_rows:
     rows that every group brings to each exchange where groups share experts, at least T; None means T. last_attention:
     of the tokens ``logit_rows_R`` alone, a row each with one new token, which sees what it sees in ``attention``: so
-    few tokens attend in the last layer, since nobody reads the others. None: all of them do.
+    few tokens attend in the last layer, since no output needs the others. None: all of them do.
     """
 
     token_ids_T: Tensor

@@ -31,8 +31,8 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream:
-    """``events`` yields each event, of which ``frame`` makes what is sent; an ApiError that it raises ends the stream as
-    a failure.
+    """``events`` yields each event, of which ``frame`` makes what is sent. An ApiError that it raises ends the stream
+    as a failure.
 
     ``left`` is called when the stream is over, whatever ended it. ``comment_seconds``: silence after which a comment
     is sent, 0 for never. ``end``: what is sent last.

@@ -60,8 +60,6 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attention(config: Mapping[str, Any], specs: Specs) -> Specs:
     """Each kind of layer has its own rope; scores have a scale of their own."""
-    if config["hidden_activation"] != "gelu_pytorch_tanh":
-        raise ValueError(f"'hidden_activation' is {config['hidden_activation']!r}, but 'gelu_pytorch_tanh' is meant")
     scale = ConfigReader(config).number("query_pre_attn_scalar", 256) ** -0.5
     kinds = zip(specs, config["layer_types"], strict=True)
     return tuple(replace(spec, scale=scale, rope=int(kind == _SLIDING)) for spec, kind in kinds)
@@ -99,6 +97,7 @@ class Gemma3(Decoder):
         full_every=6,
         qk_norms=True,
         layer_types=(_FULL, _SLIDING),
+        neutral={"hidden_activation": (("gelu_pytorch_tanh",), "another activation")},
         reads=f"{' '.join(_DEFAULTS)} cache_implementation",
         usual=_usual,
         attention=_attention,

@@ -34,7 +34,7 @@ def no_tokenizer(folder: Path) -> str:
     """A warning for a folder without tokenizer.json, with what to do where it has a tokenizer of another form."""
     others = [path.name for path in (folder / "tekken.json", *folder.glob("*.model"), *folder.glob("*.tiktoken"))]
     found = next((name for name in others if (folder / name).is_file()), None)
-    hint = f"; {found} is not read: put the tokenizer.json of the same model beside it" if found else ""
+    hint = f"; {found} is not read: put the tokenizer.json of the same model into the folder" if found else ""
     return f"{folder} has no tokenizer.json: only token ids are understood, and answers have no text{hint}"
 
 
