@@ -119,7 +119,7 @@ def build_engine(
         sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
         grammars = Grammars(partial(tokenizer_json, config.model), served.vocab_size, served.eos_token_ids)
         if config.device == "cuda":
-            grammars.warm()  # takes a second for 150k ids
+            grammars.warm()  # in a thread; else the first request with a grammar would wait for it
         executor = _executor(config, sizes, opened, model, observe, ranges, compiling, grammars)
     except BaseException:
         opened.close()
