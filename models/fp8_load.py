@@ -165,7 +165,7 @@ def _pieces_by_matrix(
     matrices: Sequence[Weight], shards: Mapping[str, Shard | ScatteredShard]
 ) -> dict[int, list[_Piece]]:
     """Index in ``matrices`` -> the pieces that fill it, found by the memory that they share."""
-    numbers = {matrix.data.untyped_storage()._cdata: number for number, matrix in enumerate(matrices)}
+    numbers = {matrix.cells.untyped_storage()._cdata: number for number, matrix in enumerate(matrices)}
     found: dict[int, list[_Piece]] = {}
     for name, shard in shards.items():
         for piece in shard.pieces:

@@ -165,7 +165,7 @@ class ExpertWeights(ShardedModule):
         number = {expert: local for local, expert in enumerate(self.held)}
         for expert in range(self.experts):
             local = number.get(expert)
-            gate_up, down = (self.gate_up.data[local], self.down.data[local]) if local is not None else (None, None)
+            gate_up, down = (self.gate_up.cells[local], self.down.cells[local]) if local is not None else (None, None)
             if self.gated:
                 found[f"{expert}.gate.weight"] = self._rows(None if gate_up is None else gate_up[: self.share])
             found[f"{expert}.up.weight"] = self._rows(None if gate_up is None else gate_up[self.up :][: self.share])
@@ -190,8 +190,8 @@ class ExpertWeights(ShardedModule):
         for name, (shape, ranges, first) in targets.items():
             codes, scales = [], []
             for local, expert in enumerate(self.held):
-                gate_up = self.gate_up.data[local].view(2, -1, hidden)[:, :share].transpose(0, 1)
-                part = (gate_up if name == "gate_up_proj" else self.down.data[local, :, :share]).unsqueeze(0)
+                gate_up = self.gate_up.cells[local].view(2, -1, hidden)[:, :share].transpose(0, 1)
+                part = (gate_up if name == "gate_up_proj" else self.down.cells[local, :, :share]).unsqueeze(0)
                 into, here = Mxfp4Target(part, first), (slice(expert, expert + 1), *ranges)
                 shapes = (self.experts, *shape), (self.experts, *shape, BLOCK // 2)
                 codes.append(Mxfp4Shard(shapes[1], (*here, slice(0, BLOCK // 2)), part, into=into))
@@ -207,11 +207,11 @@ class ExpertWeights(ShardedModule):
         up_bias, down_bias, whole_N = self.gate_up.bias, self.down.bias, slice(0, hidden)
         assert up_bias is not None
         assert down_bias is not None
-        first = self.gate_up.data.view(count, 2, -1, hidden)[:, :, :share].permute(0, 3, 2, 1)
+        first = self.gate_up.cells.view(count, 2, -1, hidden)[:, :, :share].permute(0, 3, 2, 1)
         targets = {
             "gate_up_proj": ((hidden, 2 * total), (whole_N, both), first),
             "gate_up_proj_bias": ((2 * total,), (both,), up_bias.view(count, 2, -1)[:, :, :share].mT),
-            "down_proj": ((total, hidden), (features, whole_N), self.down.data[:, :, :share].mT),
+            "down_proj": ((total, hidden), (features, whole_N), self.down.cells[:, :, :share].mT),
             "down_proj_bias": ((hidden,), (whole_N,), down_bias if self.adds_bias else down_bias[:, :0]),
         }
         found: dict[str, Shard | ScatteredShard] = {}
@@ -233,11 +233,11 @@ class ExpertWeights(ShardedModule):
             here, held = slice(expert, expert + 1), slice(local, local + 1)
             for half in range(halves):
                 rows = slice(half * total + self.start, half * total + self.start + share)
-                target = self.gate_up.data[held, half * self.up : half * self.up + share]
+                target = self.gate_up.cells[held, half * self.up : half * self.up + share]
                 gate_up.append(Shard((self.experts, halves * total, hidden), (here, rows, slice(0, hidden)), target))
             columns = slice(self.start, self.start + share)
             ranges = (here, slice(0, hidden), columns)
-            down.append(Shard((self.experts, hidden, total), ranges, self.down.data[held, :, :share]))
+            down.append(Shard((self.experts, hidden, total), ranges, self.down.cells[held, :, :share]))
         first = "gate_up_proj" if self.gated else "up_proj"
         return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down)), **self._shared()}
 
@@ -247,8 +247,8 @@ class ExpertWeights(ShardedModule):
         for number in range(self.shared):
             held, first = self.experts + number, number * self.intermediate + self.start
             part, everything = slice(first, first + self.share), slice(0, hidden)
-            up.append(Shard((total, hidden), (part, everything), self.gate_up.data[held, : self.share]))
-            down.append(Shard((hidden, total), (everything, part), self.down.data[held, :, : self.share]))
+            up.append(Shard((total, hidden), (part, everything), self.gate_up.cells[held, : self.share]))
+            down.append(Shard((hidden, total), (everything, part), self.down.cells[held, :, : self.share]))
         if not up:
             return {}
         return {"shared.up.weight": ScatteredShard(tuple(up)), "shared.down.weight": ScatteredShard(tuple(down))}
@@ -257,7 +257,7 @@ class ExpertWeights(ShardedModule):
         """The shard of a gate or up matrix [all I, N]."""
         hidden = self.down.outputs
         if target is None:
-            return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up.data[0, :0])
+            return Shard((self.intermediate, hidden), (slice(0, 0), slice(0, hidden)), self.gate_up.cells[0, :0])
         rows = slice(self.start, self.start + self.share)
         return Shard((self.intermediate, hidden), (rows, slice(0, hidden)), target)
 
@@ -265,7 +265,7 @@ class ExpertWeights(ShardedModule):
         """The shard of a down matrix [N, all I]."""
         hidden = self.down.outputs
         if target is None:
-            return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down.data[0, :0])
+            return Shard((hidden, self.intermediate), (slice(0, 0), slice(0, self.share)), self.down.cells[0, :0])
         columns = slice(self.start, self.start + self.share)
         return Shard((hidden, self.intermediate), (slice(0, hidden), columns), target)
 

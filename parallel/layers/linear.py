@@ -177,7 +177,7 @@ class DeltaProjection(ShardedModule):
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         starts = itertools.accumulate(self.widths, initial=0)
-        q, k, v, z, b, a = (self.weight.rows(*part).data for part in zip(starts, self.widths, strict=False))
+        q, k, v, z, b, a = (self.weight.rows(*part).cells for part in zip(starts, self.widths, strict=False))
         heads, inputs = self.heads, self.weight.inner
         first_v = heads.first_head * self.v_dim
         if not self.interleaved:
@@ -263,7 +263,7 @@ class RowParallel(ShardedModule):
     def shards(self) -> dict[str, Shard]:
         weight, start = self.weight, self.placement.rank * self.local_inputs
         ranges = (slice(0, weight.outputs), slice(start, start + self.local_inputs))
-        found = {"weight": Shard((weight.outputs, self.inputs), ranges, weight.data)}
+        found = {"weight": Shard((weight.outputs, self.inputs), ranges, weight.cells)}
         if weight.bias is not None:
             found["bias"] = whole(weight.bias)
         return found

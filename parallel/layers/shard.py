@@ -79,7 +79,7 @@ class ShardContext:
         counts = tuple(parts) or (outputs,)
         runs: list[tuple[WeightFormat | None, int]] = []
         for form, count in zip(self.plan.next_formats(len(counts)), counts, strict=True):
-            if runs and runs[-1][0] == form:
+            if runs and runs[-1][0] == form and not (form is not None and form.ordered):
                 count += runs.pop()[1]
             runs.append((form, count))
         made = Weight.joined([self._weight((*experts, count, inner), form, bias) for form, count in runs])
@@ -90,9 +90,23 @@ class ShardContext:
         bias_O = self.parameter(*shape[:-1]) if bias else None
         if form is None:
             return Weight(self.parameter(*shape), plain(self.dtype), bias_O)
-        data = nn.Parameter(torch.empty(shape, dtype=form.dtype), requires_grad=False)
-        scale = nn.Parameter(torch.ones(*shape[:-2], *form.grid(*shape[-2:])), requires_grad=False)
-        return Weight(data, form, bias_O, scale)
+        *rows, inner = shape
+        grid = (*shape[:-2], *form.grid(*shape[-2:]))
+
+        def parameter(tensor: Tensor) -> nn.Parameter:
+            return nn.Parameter(tensor, requires_grad=False)
+
+        if form.code is None:
+            return Weight(parameter(torch.empty(shape, dtype=form.dtype)), form, bias_O, parameter(torch.ones(grid)))
+        return Weight(  # padding means 0
+            parameter(torch.zeros(*rows, inner // 2, dtype=form.dtype)),
+            form,
+            bias_O,
+            parameter(torch.zeros(grid, dtype=form.scale_dtype)),
+            zero=parameter(torch.zeros(grid, dtype=torch.uint8)) if form.zeros else None,
+            factor=parameter(torch.zeros(rows)) if form.factors else None,
+            order=parameter(torch.arange(inner, dtype=torch.int32)) if form.ordered else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +180,7 @@ class ShardedModule(nn.Module):
             return
         self.__dict__[name] = value
         known = {id(parameter) for parameter in self._parameters.values()}
-        for kind, tensor in value.tensors:
+        for kind, tensor in (("weight", value.data), ("bias", value.bias)):
             if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
                 self._parameters[name if kind == "weight" else f"{name}_{kind}"] = tensor
 

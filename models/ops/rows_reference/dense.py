@@ -47,7 +47,7 @@ def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
 
 def as_multiplied(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
     """x, quantised and back where ``weight`` is FP8 and activations are, too."""
-    if weight.format.block is None or ops.fp8_activations != "always":
+    if weight.format.block is None or weight.format.code is not None or ops.fp8_activations != "always":
         return x_TN
     return simulated(x_TN, weight.format.block[1] or weight.inner, weight.format.activation_cap).to(x_TN.dtype)
 
