@@ -31,6 +31,7 @@ def engine_counters(
         **{name: getattr(schedule, name) for name in _SCHEDULED},
         "fenced_blocks": scheduler.pool.soon_free,
         **asdict(late),
+        **({} if executor.grammars is None else asdict(executor.grammars.counters)),
         "host_to_device_bytes": staging.host_to_device_bytes,
         "host_to_device_copies": staging.copies,
         "device_to_host_bytes": results.device_to_host_bytes,

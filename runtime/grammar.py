@@ -15,7 +15,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +45,23 @@ class GrammarError(ValueError):
     """A grammar that cannot be used, or no package to use it with; the text says what to do."""
 
 
+@dataclass
+class GrammarCounters:
+    """``grammar_compiles``: grammars that this rank compiled, tokenizer's tables included, in
+    ``grammar_compile_seconds`` of a thread of their own. ``grammar_wait_seconds``: what steps waited for that.
+    ``grammar_masks``: masks that matchers computed for rows, in ``grammar_mask_seconds``."""
+
+    grammar_compiles: int = 0
+    grammar_compile_seconds: float = 0.0
+    grammar_wait_seconds: float = 0.0
+    grammar_masks: int = 0
+    grammar_mask_seconds: float = 0.0
+
+    def masked(self, rows: int, seconds: float) -> None:
+        self.grammar_masks += rows
+        self.grammar_mask_seconds += seconds
+
+
 def library() -> Any:
     """llguidance. Raises GrammarError."""
     try:
@@ -60,6 +79,7 @@ class Grammars:
 
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
+        self.counters = GrammarCounters()
         self._tokenizer_json = tokenizer_json
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,6 +119,14 @@ class Grammars:
         self.begin(grammar).result()
 
     def _compile(self, grammar: str) -> Any:
+        began = perf_counter()
+        try:
+            return self._compiled_matcher(grammar)
+        finally:
+            self.counters.grammar_compiles += 1
+            self.counters.grammar_compile_seconds += perf_counter() - began
+
+    def _compiled_matcher(self, grammar: str) -> Any:
         tokens, made = self._tokens, library()
         matcher = made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
         first = matcher.deep_copy()
@@ -111,11 +139,13 @@ class Grammars:
 
     def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
         """For a request that has generated ``answer``. Waits until its grammar is compiled."""
+        began = perf_counter()
         try:
             compiled = self.begin(sampling.grammar).result().deep_copy()
         except GrammarError as error:
             log.error("a request ends, since this rank cannot use its grammar: %s", error)
             compiled = None
+        self.counters.grammar_wait_seconds += perf_counter() - began
         matcher = Matcher(compiled, self, sampling, stop_token_ids)
         matcher.accept(answer)
         return matcher

@@ -75,7 +75,7 @@ _WHY: Final = {
     "tool_choice": "a batch has no tools",
 }
 # Fields that ask for a form of the answer.
-_FORMS: Final = (
+FORMS: Final = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 _LONGEST_SHOWN: Final = 80  # characters of a value
@@ -148,7 +148,7 @@ def grammar_of(body: SamplingFields, tokenizer: Tokenizer | None) -> str:
     """Of response_format, structured_outputs, or one of vLLM's older names for it; "" without any."""
     added = added_tokens(tokenizer)
     made = {}
-    for name in _FORMS:
+    for name in FORMS:
         value = getattr(body, name, None)
         if name == "response_format":
             grammar = of_response_format(value, added)
@@ -163,10 +163,22 @@ def grammar_of(body: SamplingFields, tokenizer: Tokenizer | None) -> str:
     return next(iter(made.values()), "")
 
 
+def form_of(body: SamplingFields) -> str:
+    """Which kind of form a body asks for that ``grammar_of`` takes: a name of structured_outputs, or "json_schema"; ""
+    for none."""
+    given: Any = getattr(body, "response_format", None)
+    if isinstance(given, Mapping) and given.get("type") != "text":
+        return str(given["type"])
+    if given := getattr(body, "structured_outputs", None):
+        return next((name for name, value in given.items() if value not in (None, False)), "")
+    older = (name for name in FORMS if name.startswith("guided_") and getattr(body, name, None))
+    return next(older, "").removeprefix("guided_")
+
+
 def as_sent(error: RequestError, body: object) -> RequestError:
     """The same of the field that the client sent: a chat's max_tokens has two names, a grammar several."""
     if error.field == "grammar":
-        sent = next((name for name in _FORMS if getattr(body, name, None)), _FORMS[-1])
+        sent = next((name for name in FORMS if getattr(body, name, None)), FORMS[-1])
         return RequestError(f"{sent}: {error}", sent)
     if error.field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return RequestError(str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens")

@@ -153,6 +153,7 @@ class ServeApp:
             self._admit(scope)
             await self._router(scope, receive, send_noted)
         except ApiError as error:
+            self.metrics.refused(error.param)
             await error.response()(scope, receive, send)
         except HTTPException as error:
             await _of_http(error)(scope, receive, send)

@@ -259,6 +259,8 @@ class _Stopwatch:
         self._latest = [0.0] * len(asked.sequences)
         self._tokens = [0] * len(asked.sequences)
         self._left = False
+        if asked.form:
+            metrics.constrained(asked.form)
 
     def gained(self, index: int, tokens: int) -> None:
         if not tokens:

@@ -28,6 +28,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from launch.api.body_rules import FORMS
 from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
 from runtime.observe.step_record import AGREEMENT_BOUNDS
 
@@ -97,6 +98,7 @@ _BY_POSITION: Final = (  # of a window: engine counter, metric, help text; the f
         "Proposals behind none but kept ones; of them those that were kept are the recall@1 of the place.",
     ),
 )
+_ASK_FOR_FORMS: Final = {*FORMS, "tools", "tool_choice", "text"}  # "text": of /v1/responses
 _HEAD: Final = struct.Struct("<QII")  # of what is saved: its number, its length, its CRC
 _ROOM: Final = 1 << 20  # bytes
 _LABEL: Final = re.compile(r"(\w+)\{(.*)\}")
@@ -123,12 +125,16 @@ class Counts(msgspec.Struct):
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
     http: dict[str, int] = msgspec.field(default_factory=dict)
     http_seconds: dict[str, Histogram] = msgspec.field(default_factory=dict)
+    constrained: dict[str, int] = msgspec.field(default_factory=dict)
+    unconstrained: dict[str, int] = msgspec.field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for mine, theirs in (
             (self.counters, other.counters),
             (self.finished, other.finished),
             (self.rejected, other.rejected),
+            (self.constrained, other.constrained),
+            (self.unconstrained, other.unconstrained),
             (self.http, other.http),
         ):
             for name, value in theirs.items():
@@ -169,6 +175,15 @@ class Metrics:
         """A request to generate that was refused as a whole; ``code``: of its error, None where it could never run."""
         reason = code or "invalid"
         self.own.rejected[reason] = self.own.rejected.get(reason, 0) + 1
+
+    def constrained(self, kind: str) -> None:
+        """A request for an answer of a form: body_rules.form_of."""
+        self.own.constrained[kind] = self.own.constrained.get(kind, 0) + 1
+
+    def refused(self, param: str | None) -> None:
+        """A request, because of its field ``param``: counted where that one asks for a form."""
+        if param in _ASK_FOR_FORMS:
+            self.own.unconstrained[param] = self.own.unconstrained.get(param, 0) + 1
 
     def http(self, method: str, handler: str, status: int, seconds: float) -> None:
         key = f"{method} {handler} {status // 100}xx"
@@ -254,6 +269,18 @@ class _Page(Collector):
         rejected = list(counts.rejected.items())
         yield self._counter(
             "lockstride:request_rejections", "Requests refused before they began, by reason.", rejected, "reason"
+        )
+        yield self._counter(
+            "lockstride:structured_output_requests",
+            "Requests for answers of a form, by kind.",
+            sorted(counts.constrained.items()),
+            "kind",
+        )
+        yield self._counter(
+            "lockstride:structured_output_refusals",
+            "Requests refused because of the form that they ask for, by field.",
+            sorted(counts.unconstrained.items()),
+            "field",
         )
         for name, (bounds, text) in HISTOGRAMS.items():
             family = HistogramMetricFamily(name, text, labels=list(self._labels))

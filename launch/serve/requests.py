@@ -19,6 +19,7 @@ from launch.api.body_rules import (
     Prompt,
     as_sent,
     chat_logprobs,
+    form_of,
     grammar_of,
     plain_messages,
     prompts_of,
@@ -80,6 +81,7 @@ class Asked:
     scored_prompt: bool = False  # vLLM's prompt_logprobs were asked for
     tools: Tools | None = None  # that may be called
     token_ids: bool = False
+    form: str = ""  # kind of a constrained answer, as /metrics has it
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
     reasoning: bool = True  # is shown
     begun: bool = False  # the prompt ends with the beginning of the reasoning
@@ -310,6 +312,7 @@ class RequestBuilder:
             hidden,
             scored,
             token_ids=bool(body.return_token_ids),
+            form=(form_of(body) or "tools") if sampling.grammar else "",
         )
 
     def _grammar(self, body: Body, prompt: str) -> str:

@@ -22,7 +22,8 @@ class ScheduleCounters:
     ``chained_steps``: steps planned while an earlier one was in flight. ``chain_breaks``: the others, by reason:
     ``serial`` (chain depth 0), ``start`` (first step, or everything before had ended), ``no_blocks`` and
     ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused),
-    ``grammar`` (all rows have a grammar, and wait for their last token to land).
+    ``grammar`` (all rows have a grammar, and wait for their last token to land). ``grammar_waits``: rows with a grammar
+    that a step was planned without, or would have been, since their last token was in flight.
     ``latest_break``: why the latest step was not chained, or was void; None when it was chained.
 
     ``mixed_steps`` are those with decode rows and prompt chunks; they count as neither of the other two kinds.
@@ -78,6 +79,7 @@ class ScheduleCounters:
     evictions: int = 0
     evicted_for: dict[str, int] = field(default_factory=dict)
     stalls: int = 0
+    grammar_waits: int = 0
     fenced_blocks: int = 0
     prefill_tokens: int = 0
     prefix_query_tokens: int = 0

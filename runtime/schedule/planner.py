@@ -270,6 +270,7 @@ class Planner:
         if ledger.constrained:
             landed_after = ledger.chain.landed_after
             rows = tuple([row for row in rows if not row.constrained or landed_after(row.last_step)])
+            ledger.counters.grammar_waits += len(self._decoding) - len(rows)
             if rows == self._rows and self._rows_version == ledger.decode_version:
                 return
         self._rows = rows

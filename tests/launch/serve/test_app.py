@@ -1547,5 +1547,15 @@ def test_a_call_that_must_come_and_a_strict_tool_have_a_grammar() -> None:
         assert "one constraint" in await grammar(400, structured_outputs={"regex": "a", "choice": ["b"]})
         assert "one form" in await grammar(400, structured_outputs={"regex": "a"}, **form)
         assert "schema" in await grammar(400, response_format={"type": "json_schema"})
+        for form in ({"structured_outputs": {"json_object": False, "regex": "a"}}, {"guided_choice": ["b"]}):
+            await grammar(**form)
+        counts = client.app.metrics.all()
+        assert counts.constrained == {"tools": 4, "json_object": 1, "regex": 1, "choice": 1}
+        assert counts.unconstrained == {"tools": 2, "structured_outputs": 2, "response_format": 1}
+        page = (await client.get("/metrics")).body.decode()
+        found = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        kinds = {s.labels["kind"]: s.value for s in found if s.name == "lockstride:structured_output_requests_total"}
+        fields = {s.labels["field"]: s.value for s in found if s.name == "lockstride:structured_output_refusals_total"}
+        assert (kinds, fields) == (counts.constrained, counts.unconstrained)
 
     run(body, ServedFake(model=FakeModel(vocab_size=400, max_model_len=400)), tool_call_parser="hermes")

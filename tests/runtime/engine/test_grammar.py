@@ -172,6 +172,22 @@ def test_other_rows_run_in_every_step() -> None:
     assert steps_of([*free, constrained]) == steps_of(free)
 
 
+def test_what_grammars_cost_is_counted() -> None:
+    grammars = Grammars(lambda: small_tokenizers.byte_level().to_json(), VOCABULARY, (EOS,))
+    with rig(depth=3, grammars=grammars) as engine:
+        run(engine, [request(0, [5, 6, 7], stops=(), max_tokens=20)])
+        assert all(engine.counters[name] == 0 for name in engine.counters if name.startswith("grammar_"))
+        ended = ended_with(engine, grammar=DIGITS, max_tokens=60)
+        counters = engine.counters
+        assert counters["grammar_compiles"] == 1
+        assert counters["grammar_masks"] == len(ended.token_ids)
+        assert counters["grammar_waits"] > 0
+        assert all(counters[f"grammar_{what}_seconds"] > 0 for what in ("compile", "wait", "mask"))
+    with rig(depth=0, **HOW) as engine:
+        ended_with(engine, grammar=DIGITS, max_tokens=60)
+        assert engine.counters["grammar_waits"] == 0
+
+
 def test_steps_without_such_rows_stage_nothing_for_them() -> None:
     """What a longer answer stages, before and after a request with a grammar had its slot."""
 
