@@ -67,7 +67,8 @@ _RANGES: Final[dict[str, tuple[int, int | None]]] = {
 }
 
 
-WARM_KINDS: Final = ("greedy", "random", "filtered", "penalised")  # each adds to the one before it
+# Each adds to the one before it; the last, of grammars and other edits of logits, has no penalties.
+WARM_KINDS: Final = ("greedy", "random", "filtered", "penalised", "constrained")
 
 
 class ConfigError(ValueError):

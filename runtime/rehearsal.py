@@ -28,6 +28,7 @@ _SAMPLING = {  # in which a kind of ``--warm`` finds its graphs
     "random": SamplingParams(),
     "filtered": SamplingParams(top_p=0.9),
     "penalised": SamplingParams(top_p=0.9, presence_penalty=0.1),
+    "constrained": SamplingParams(top_p=0.9),
 }
 
 

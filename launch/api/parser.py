@@ -45,7 +45,8 @@ from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.prompt_text import prompt_ids
-from runtime.frontend.tokenizer import Tokenizer, grammars_of
+from runtime.frontend.structured import after_reasoning
+from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import (
     RequestError,
     checked_grammar,
@@ -78,6 +79,7 @@ class PreparedRequest:
 
     Of completions only: several ``prompts``; ``echo``: each answer begins with its prompt; ``hidden``: prompts are only
     to be scored, and what is generated is not shown; ``scored``: prompt_logprobs were asked for, not only an echo's.
+    Of chats with a grammar only: ``reasoning``: marks around what comes before the text of the grammar.
     """
 
     line: int
@@ -90,6 +92,7 @@ class PreparedRequest:
     echo: bool = False
     hidden: bool = False
     scored: bool = True
+    reasoning: tuple[str, str] | None = None
 
     @property
     def answers(self) -> int:
@@ -122,7 +125,7 @@ class RequestParser:
     ``tokenizer`` and ``chat`` are None where the model folder has none: requests that need them are bad lines.
     ``defaults`` are the sampling parameters of lines that do not say; ``max_tokens`` the same for that one, where None
     means the OpenAI API's defaults. ``base_seed`` gives the seeds of lines without one, ``model_name`` the model of
-    bodies without one.
+    bodies without one. ``reasoning``: marks around the reasoning of chats; a grammar constrains what follows.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class RequestParser:
         max_tokens: int | None = None,
         base_seed: int = 0,
         model_name: str | None = None,
+        reasoning: tuple[str, str] | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -143,6 +147,7 @@ class RequestParser:
         self._max_tokens = max_tokens
         self._base_seed = base_seed
         self._model_name = model_name
+        self._reasoning = reasoning
         self._grammars = grammars_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._decode_peek = msgspec.json.Decoder(LinePeek).decode
 
@@ -207,10 +212,11 @@ class RequestParser:
         prompt = self._prompt(text, add_special_tokens=False)  # the template wrote them
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         try:
-            sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, prompt)
+            sampling = self._sampling(body, line_id, asked, self._model.max_model_len, logprobs, prompt, chat=True)
         except RequestError as error:
             raise as_sent(error, body) from None
-        return PreparedRequest(number, line_id, Form.CHAT, (prompt,), sampling, _priority(body), self._name(body))
+        request = PreparedRequest(number, line_id, Form.CHAT, (prompt,), sampling, _priority(body), self._name(body))
+        return replace(request, reasoning=self._reasoning) if sampling.grammar else request
 
     def _name(self, body: Body) -> str | None:
         return self._model_name if body.model is None else body.model
@@ -234,6 +240,7 @@ class RequestParser:
         otherwise: int,
         logprobs: int | None,
         *prompts: Prompt,
+        chat: bool = False,
     ) -> SamplingParams:
         """Checked parameters; ``asked`` max_tokens, else the run's default, else ``otherwise``, cut to what fits."""
         default = otherwise if self._max_tokens is None else self._max_tokens
@@ -242,7 +249,10 @@ class RequestParser:
         said = sampling_params(fields, self._defaults, max_tokens=max_tokens, logprobs=logprobs)
         if fields.bad_words:
             said = replace(said, bad_words_token_ids=bad_words_token_ids(fields.bad_words, self._tokenizer))
-        said = replace(said, grammar=grammar_of(fields, self._tokenizer))
+        grammar = grammar_of(fields, self._tokenizer)
+        if grammar and chat and self._reasoning is not None:
+            grammar = after_reasoning(grammar, self._reasoning, prompts[0].text or "", added_tokens(self._tokenizer))
+        said = replace(said, grammar=grammar)
         sampling = checked_sampling(said, self._model.vocab_size)
         try:
             checked_grammar(sampling, self._grammars)

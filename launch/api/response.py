@@ -24,7 +24,7 @@ from launch.api import response_logprobs
 from launch.api.parser import BadLine, Form, LineId, PreparedRequest
 from launch.api.response_logprobs import TokenPlaces
 from runtime.frontend.outputs import Completion, RequestOutput
-from runtime.frontend.tokenizer import Tokenizer
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.schedule.request import FinishReason
 
 Row = dict[str, Any]
@@ -48,7 +48,7 @@ def answer_row(
     if request.hidden:
         outputs = [_unsaid(output) for output in outputs]
     if request.form is Form.CHAT:
-        body = _chat_body(outputs[0], tokenizer)
+        body = _chat_body(request, outputs[0], tokenizer)
     else:
         choices = [choice for output in outputs for choice in _completion_choices(request, output, tokenizer)]
         body = {"choices": [{**choice, "index": index} for index, choice in enumerate(choices)]}
@@ -203,13 +203,27 @@ def _completion_choices(request: PreparedRequest, output: RequestOutput, tokeniz
     return choices
 
 
+def _apart(completion: Completion, first: str, last: str, tokenizer: Tokenizer | None) -> Row:
+    """Reasoning and content of a message; nothing where the reasoning did not end. A mark may be a token that has no
+    text of its own."""
+    ids, mark = completion.token_ids, added_tokens(tokenizer).get(last)
+    if tokenizer is not None and mark in ids:
+        at = ids.index(mark)
+        before, after = tokenizer.decode(ids[:at]), tokenizer.decode(ids[at + 1 :])
+    else:
+        before, found, after = completion.text.partition(last)
+        if not found:
+            return {}
+    return {"reasoning": before.strip().removeprefix(first).strip(), "content": after.lstrip()}
+
+
 def _prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
     if output.prompt is not None:
         return output.prompt
     return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)
 
 
-def _chat_body(output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
+def _chat_body(request: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
     choices = []
     for completion in output.completions:
         logprobs = None
@@ -217,6 +231,8 @@ def _chat_body(output: RequestOutput, tokenizer: Tokenizer | None) -> Row:
             places = TokenPlaces(tokenizer, output.prompt_token_ids)
             logprobs = {"content": response_logprobs.of_chat(completion.logprobs, places)}
         message = {"role": "assistant", "content": completion.text}
+        if request.reasoning is not None:
+            message |= _apart(completion, *request.reasoning, tokenizer)
         choices.append({**_choice(completion), "message": message, "logprobs": logprobs})
     if output.prompt_logprobs is None:
         return {"choices": choices}

@@ -27,6 +27,8 @@ from launch.generate.summary import Progress
 from launch.ranks.process_group import joined
 from launch.ranks.rendezvous import Rendezvous
 from launch.ranks.signals import Interrupts
+from launch.serve.parsers.detect import calls_of, reasoning_of
+from launch.serve.parsers.reasoning_grammar import marks_of
 from runtime.config import EngineConfig
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.client import EngineClient
@@ -85,6 +87,7 @@ def _lead(
         max_tokens=options.max_tokens,
         base_seed=engine.config.seed,
         model_name=Path(engine.config.model).resolve().name,  # OpenAI's type of an answer wants a text
+        reasoning=_reasoning(tokenizer, chat),
     )
     client = EngineClient(engine, tokenizer, text=tokenizer is not None)
     done_before = len(results.finished.ids) + len(results.finished.errors)
@@ -166,6 +169,14 @@ def load_texts(model: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
         log.warning("%s", no_tokenizer(model))
         return None, None
     return Tokenizer.from_folder(model), ChatTemplate.from_folder(model)
+
+
+def _reasoning(tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> tuple[str, str] | None:
+    """The marks around reasoning, as the chat template renders a sample."""
+    if tokenizer is None or chat is None:
+        return None
+    tokens = tokenizer.added_ids.values()
+    return marks_of(reasoning_of(chat, {}, tokens, calls_of(chat, {}, tokens)))
 
 
 def readable(shown: Mapping[LineId, Sequence[RequestOutput]], tokenizer: Tokenizer | None) -> str:

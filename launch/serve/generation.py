@@ -231,7 +231,10 @@ def parsers_for(asked: Asked, settings: ServerSettings, tokenizer: Tokenizer | N
     if not asked.chat or tokenizer is None or (calls is None and reasoning is None):
         return []
     tokens = frozenset(tokenizer.added_ids.values())
-    return [AnswerParser(calls, reasoning, asked.tools or {}, tokens, begun=asked.begun) for _ in asked.sequences]
+    return [
+        AnswerParser(calls, reasoning, asked.tools or {}, tokens, begun=asked.begun, filled=asked.filled)
+        for _ in asked.sequences
+    ]
 
 
 def shown(deltas: list[Delta], asked: Asked, settings: ServerSettings) -> list[Delta]:

@@ -32,6 +32,7 @@ from launch.serve.errors import ApiError, bad_request, unsupported
 from launch.serve.parsers.call_grammar import grammar_of_calls
 from launch.serve.parsers.deltas import Tools
 from launch.serve.parsers.reader import named
+from launch.serve.parsers.reasoning_grammar import with_reasoning
 from launch.serve.parsers.table import HARMONY, REASONING
 from launch.serve.settings import ServerSettings
 from runtime.frontend.bad_words import bad_words_token_ids
@@ -39,7 +40,6 @@ from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
 from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, prompt_ids
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
-from runtime.frontend.structured import after_reasoning
 from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import (
     RequestError,
@@ -85,6 +85,7 @@ class Asked:
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
     reasoning: bool = True  # is shown
     begun: bool = False  # the prompt ends with the beginning of the reasoning
+    filled: bool = False  # reasoning without content is content, too
 
     @property
     def prompt_tokens(self) -> int:
@@ -156,6 +157,7 @@ class RequestBuilder:
             most_calls=1 if body.parallel_tool_calls is False else None,
             reasoning=body.include_reasoning is not False,
             begun=bool(first) and text.rstrip().endswith(first),
+            filled=variables.get("force_nonempty_content") is True,
         )
 
     def tokens(self, body: TokenizeBody) -> tuple[int, ...]:
@@ -323,17 +325,11 @@ class RequestBuilder:
         calls = self._grammar_of_calls(body)
         if grammar and calls:
             raise RequestError("tools must be called, or are strict: no other form can be asked for", "tools")
-        return self._after_reasoning(grammar or calls, prompt) if grammar or calls else ""
-
-    def _after_reasoning(self, grammar: str, prompt: str) -> str:
-        """``grammar`` for what follows the reasoning, of which ``prompt`` has the beginning, or all, or nothing."""
-        name, prompt = self._settings.reasoning_parser, prompt.rstrip()
-        if name == HARMONY:
-            raise RequestError(f"an answer of {name} cannot be constrained", "grammar")
-        if not (marks := REASONING.get(name, "")) or prompt.endswith(named(marks[1])):
-            return grammar
-        first, last = map(named, marks)
-        return after_reasoning(grammar, first, last, added_tokens(self._tokenizer), begun=prompt.endswith(first))
+        if not (grammar or calls):
+            return ""
+        settings = self._settings
+        form = HARMONY if settings.tool_call_parser == "openai" else settings.reasoning_parser
+        return with_reasoning(grammar or calls, form, prompt, added_tokens(self._tokenizer), calls=bool(calls))
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """What the template is told of tools; none where the model may not call any."""

@@ -131,9 +131,13 @@ def json_rule(schema: object, where: str) -> str:
     return f"%json {_bounded(written, where)}"
 
 
-def after_reasoning(grammar: str, first: str, last: str, added: Mapping[str, int], *, begun: bool) -> str:
-    """``grammar`` for what follows the reasoning, which stands between the marks ``first`` and ``last``. ``begun``: the
-    prompt ends with the first mark; otherwise there may be no reasoning."""
+def after_reasoning(grammar: str, marks: tuple[str, str], prompt: str, added: Mapping[str, int]) -> str:
+    """``grammar`` for what follows the reasoning, which stands between the two ``marks``. It is over if the rendered
+    ``prompt`` ends with the last, and has begun if that ends with the first; otherwise there may be none."""
+    prompt, (first, last) = prompt.rstrip(), marks
+    if prompt.endswith(last):
+        return grammar
+    begun = prompt.endswith(first)
     start = "thoughts BLANKS? @answer" if begun else f"({written(first, added)} thoughts BLANKS?)? @answer"
     thoughts = upto("thoughts", last, added)
     outer = f"start: {start}\n{thoughts}\nTEXT: {TEXT}\nBLANKS: /[ \\n]{{1,4}}/\n"
@@ -149,9 +153,13 @@ def written(text: str, added: Mapping[str, int]) -> str:
 
 def upto(rule: str, mark: str, added: Mapping[str, int]) -> str:
     """The rule of Lark for any TEXT up to ``mark``, which belongs to it."""
-    if any(name and mark.startswith(name) for name in added):
+    spelled = min((mark.find(name) for name in added if name and name in mark), default=len(mark))
+    if spelled == len(mark):
+        return f"{rule}[lazy]: TEXT {_quoted(mark)}"
+    if spelled == 0:
         return f"{rule}: TEXT {written(mark, added)}"
-    return f"{rule}[lazy]: TEXT {_quoted(mark)}"
+    before, text = re.escape(mark[:spelled]).replace("/", r"\/"), f"{rule.upper()}_TEXT"
+    return f"{rule}: {text} {written(mark[spelled:], added)}\n{text}: /(.|\\n)*{before}/"
 
 
 # ---- one kind each: its value, and its name in errors ----

@@ -133,7 +133,7 @@ def test_on_a_cpu_nothing_is_timed() -> None:
     assert agree_depth_and_horizon(config, NOBODY, SCHEDULE, lambda choose: choose(10e-6), None) == (2, 0)
 
 
-@pytest.mark.parametrize("warm", ["greedy", "random", "filtered", "penalised"])
+@pytest.mark.parametrize("warm", ["greedy", "random", "filtered", "penalised", "constrained"])
 def test_turns_are_timed_and_nothing_of_them_is_left(warm: str) -> None:
     """The same tokens, and the same counts, as of an engine that was not measured."""
     timed: list[StepTiming] = []

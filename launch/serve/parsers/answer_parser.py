@@ -20,7 +20,7 @@ from launch.serve.parsers.think import reasoning
 class AnswerParser:
     """``calls`` and ``thoughts``: names of formats (table.py); None for answers that have none. ``tools``: those that
     may be called; None for any. ``tokens``: names of the tokenizer's added tokens. ``begun``: the prompt ends with the
-    beginning of the reasoning.
+    beginning of the reasoning. ``filled``: as of Message.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class AnswerParser:
         tokens: Collection[str] = (),
         *,
         begun: bool = False,
+        filled: bool = False,
     ) -> None:
-        self._out, self._read = Message(tools), Reader()
+        self._out, self._read = Message(tools, filled=filled), Reader()
         kind = CALLS["openai"] if thoughts == HARMONY else CallFormat if calls is None else CALLS[calls]
         marks = "" if thoughts is None or kind.has_reasoning else REASONING[thoughts]
         self._text = MarkedText(marks + kind.marks, tokens)

@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from launch.api.schema import Tool
+from launch.serve.parsers.reasoning_grammar import HARMONY_FINAL
 from runtime.frontend.structured import TEXT, json_rule, upto, written
 from runtime.frontend.validation import RequestError
 
 
 class _Form(NamedTuple):
     """Texts around calls. ``name`` may stand in ``head``, in JSON if it is ``quoted``; ``key`` in ``parameter``: where
-    that is set, each argument is written apart, a text as it is, other values as JSON."""
+    that is set, each argument is written apart, a text as it is, other values as JSON; ``string``: whether it is one.
+    ``index``: of the call, counted over the conversation. ``other``: begins an answer that is no call."""
 
     head: str
     tail: str
@@ -30,6 +32,7 @@ class _Form(NamedTuple):
     end: str = ""
     parameter: str = ""
     value_end: str = ""
+    other: str = ""
 
 
 _HERMES: Final = _Form('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", "\n")
@@ -58,6 +61,18 @@ _FORMS: Final[Mapping[str, _Form]] = {
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
         start="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
     ),
+    "deepseek_v32": _Form(
+        '<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n",
+        start="<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>",
+        parameter='<｜DSML｜parameter name="{key}" string="{string}">', value_end="</｜DSML｜parameter>\n",
+    ),
+    "kimi_k2": _Form(
+        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        start="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
+    ),
+    "openai": _Form(  # <|call|> ends the answer
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", other=HARMONY_FINAL
+    ),
     "deepseek_v3": _Form(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
@@ -75,11 +90,7 @@ def grammar_of_calls(
 ) -> str:
     """Of answers in the format ``parser``. ``choice``: the tool that is called, "" for any, None where none need be.
     ``one``: at most one call. Raises RequestError."""
-    form = _MISTRAL_V11 if parser == "mistral" and "[ARGS]" in added else _FORMS.get(parser)
-    field = "tools" if choice is None else "tool_choice"
-    if form is None:
-        can = ", ".join(_FORMS)
-        raise RequestError(f"{field}: tool calls of the format {parser} cannot be constrained; there are {can}", field)
+    form = _MISTRAL_V11 if parser == "mistral" and "[ARGS]" in added else _FORMS[parser]
     calls = _Calls(form, added)
     for at, tool in enumerate(tools):
         if not choice or tool.function.name == choice:
@@ -87,9 +98,9 @@ def grammar_of_calls(
     if choice is None:
         mark = _MARK.match(form.start or form.head)
         if mark is None:
-            raise RequestError(f"tools: calls of the format {parser} have no mark, so none can be strict", field)
+            raise RequestError(f"tools: calls of the format {parser} have no mark, so none can be strict", "tools")
         return calls.free(mark[0], one=one)
-    return calls.alone(one=one or bool(choice))
+    return calls.alone(one=one or bool(choice) or bool(form.other))
 
 
 class _Calls:
@@ -120,6 +131,10 @@ class _Calls:
     def free(self, mark: str, *, one: bool) -> str:
         """Text, in which ``mark`` begins a call, or several."""
         form, before = self._form, upto("before", mark, self._added)
+        if form.other:
+            return self._grammar(
+                "start: call | other", f"other: {self._written(form.other)} TEXT", *self._call_rules(0)
+            )
         times = "?" if one else "*"
         if form.start:
             rest = f"calls: {self._several(form.start[len(mark) :], one=one)}"
@@ -140,7 +155,8 @@ class _Calls:
         return "\n".join([*rules, *self._rules, f"TEXT: {TEXT}", ""])
 
     def _written(self, text: str) -> str:
-        return written(text, self._added) if text else ""
+        parts = [written(part, self._added) if part else "" for part in text.split("{index}")]
+        return " /[0-9]{1,4}/ ".join(parts)
 
     def _arguments(self, schema: Any, where: str) -> str:
         form = self._form
@@ -153,7 +169,9 @@ class _Calls:
                 f"{where}: {other[0]!r} is not supported in this format, which writes properties one by one"
             )
         for key, one in properties.items():
-            head, value = self._written(form.parameter.replace("{key}", key)), self._value(one, schema, where, key)
+            text = "true" if isinstance(one, Mapping) and one.get("type") == "string" else "false"
+            head = self._written(form.parameter.replace("{string}", text).replace("{key}", key))
+            value = self._value(one, schema, where, key)
             parts.append(f"({head} {value}){'' if key in required else '?'}")
         return " ".join(parts)
 

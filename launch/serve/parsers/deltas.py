@@ -31,11 +31,13 @@ def short_id() -> str:
 
 class Message:
     """Deltas of one answer, as a parser finds them. ``tools``: None where any name may be called. ``calls``: that
-    began. ``thinking``: what comes now is reasoning.
+    began. ``thinking``: what comes now is reasoning. ``filled``: an answer that is reasoning alone is content, too.
     """
 
-    def __init__(self, tools: Tools | None = None) -> None:
+    def __init__(self, tools: Tools | None = None, *, filled: bool = False) -> None:
         self.tools = tools
+        self._filled = filled
+        self._reasoning: list[str] = []
         self.calls = 0
         self.thinking = False
         self._deltas: list[Delta] = []
@@ -59,6 +61,8 @@ class Message:
         """No text follows."""
         if self._blanks and self._bare:
             self._deltas.append({"content": self._blanks})
+        elif self._filled and self._reasoning and not (self.calls or self._spoken):
+            self._deltas.append({"content": "".join(self._reasoning)})
         self._blanks = ""
 
     def think(self, text: str) -> None:
@@ -71,6 +75,8 @@ class Message:
         if said:
             self._thought = True
             self._deltas.append({"reasoning": said})
+            if self._filled:
+                self._reasoning.append(said)
 
     def thought(self) -> None:
         """The reasoning is over."""

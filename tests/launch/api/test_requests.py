@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 
 from launch.api import body_rules
 from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
+from launch.api.response import answer_row
 from launch.api.schema import ChatFields, CompletionFields
 from launch.generate.input_file import FinishedRows, count_lines, read_lines, read_requests
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.output_processor import drawn_seed
+from runtime.frontend.outputs import Completion, RequestOutput, Timing
+from runtime.frontend.structured import after_reasoning
+from runtime.frontend.tokenizer import added_tokens
 from runtime.frontend.validation import RequestError
-from runtime.schedule.request import SamplingParams
+from runtime.schedule.request import FinishReason, SamplingParams
 from tests.launch.api import bad_lines, line_forms
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate import batches
@@ -332,3 +336,39 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
     assert reasons[1] == ""
     assert "stop strings need a tokenizer" in reasons[2]
     assert "no chat template" in reasons[3]
+
+
+THINK = "<think>", "</think>"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_chat_with_a_form_may_think_first(opened: bool) -> None:
+    """Its grammar constrains what follows the reasoning, which the row has apart; other lines are as they were."""
+    pytest.importorskip("llguidance")
+    asked = {"response_format": {"type": "json_object"}, "max_tokens": 50}
+    template = ChatTemplate("{{ messages[0].content }}" + opened * "<think>\n")
+    model, tokenizer = FakeModel(vocab_size=400, max_model_len=400), small_tokenizers.byte_level()
+    parser = RequestParser(model, tokenizer, template, reasoning=THINK)
+
+    def parsed(line: bytes) -> PreparedRequest:
+        request = parser.parse(1, line, parser.peek(1, line))
+        assert isinstance(request, PreparedRequest), request
+        return request
+
+    alone = parsed(line_forms.batch(**asked)).sampling.grammar
+    request, free = parsed(line_forms.chat(**asked)), parsed(line_forms.chat(max_tokens=50))
+    prompt = request.prompts[0].text or ""
+    assert request.sampling.grammar == after_reasoning(alone, THINK, prompt, added_tokens(tokenizer)) != alone
+    assert (free.sampling.grammar, free.reasoning) == ("", None)
+
+    def message(request: PreparedRequest, text: str) -> Any:
+        ended = Completion(0, text, tuple(tokenizer.encode(text)), FinishReason.STOP, 0)
+        output = RequestOutput(request.id, prompt, (1,), (ended,), Timing(0.0, 0.0, 0.0, 0.0))
+        row = json.loads(answer_row(request, [output], tokenizer, 0))
+        return row["response"]["body"]["choices"][0]["message"]
+
+    said = "" if opened else "<think>"
+    apart = {"role": "assistant", "reasoning": "hm", "content": '{"a": 1}'}
+    assert message(request, f'{said}\nhm\n</think>\n\n{{"a": 1}}') == apart
+    assert message(request, '{"a": 1}')["content"] == '{"a": 1}'
+    assert message(free, "hm</think>so")["content"] == "hm</think>so"

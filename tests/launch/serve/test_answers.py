@@ -100,6 +100,31 @@ def test_the_other_name_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, ids, body, tokenizer, reasoning_field="reasoning_content")
 
 
+@pytest.mark.parametrize(("said", "content"), [("hm\nhm</think>", "hm\nhm"), ("hm", "hm"), ("hm</think>so", "so")])
+def test_reasoning_alone_is_content_too_where_content_may_not_be_empty(
+    monkeypatch: pytest.MonkeyPatch, said: str, content: str
+) -> None:
+    """Nemotron's force_nonempty_content."""
+    tokenizer = with_tokens()
+
+    async def body(client: Client) -> None:
+        whole, _, _ = await both(client, chat_template_kwargs={"think": True, "force_nonempty_content": True})
+        assert whole["message"] == {"content": content, "reasoning": said.partition("</think>")[0]}
+        silent, _, _ = await both(
+            client, include_reasoning=False, chat_template_kwargs={"think": True, "force_nonempty_content": True}
+        )
+        assert silent["message"] == {"content": content}
+
+    answering(monkeypatch, tokenizer.encode(said), body, tokenizer)
+    called = tokenizer.encode(f"hm</think>{CALL}")
+
+    async def calls(client: Client) -> None:
+        whole, _, _ = await both(client, chat_template_kwargs={"think": True, "force_nonempty_content": True})
+        assert whole["message"]["content"] is None
+
+    answering(monkeypatch, called, calls, tokenizer)
+
+
 def test_where_thinking_starts_is_read_from_the_rendered_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever switch the template has; a server's variables are its defaults, and a request's win."""
     tokenizer = with_tokens()

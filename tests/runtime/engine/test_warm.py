@@ -37,6 +37,7 @@ SAMPLING: dict[str, SamplingFields] = {
     "random": {"temperature": 0.8},
     "filtered": {"temperature": 0.8, "top_p": 0.9},
     "penalised": {"temperature": 0.8, "top_k": 5, "presence_penalty": 0.5},
+    "constrained": {"temperature": 0.8, "top_k": 5, "allowed_token_ids": (3, 4, 9)},
 }
 
 

@@ -38,6 +38,7 @@ jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.slow
 TOKENIZER = small_tokenizers.byte_level()
 EOS, VOCABULARY = 0, 360
+MARKS = "<think>", "</think>"
 GRAMMARS = Grammars(TOKENIZER.to_json, VOCABULARY, (EOS,))
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -305,8 +306,8 @@ def test_other_kinds() -> None:
 
 def test_reasoning_comes_before_the_text() -> None:
     answer = structured(json_object=True)
-    begun = after_reasoning(answer, "<think>", "</think>", {}, begun=True)
-    maybe = after_reasoning(answer, "<think>", "</think>", {}, begun=False)
+    begun = after_reasoning(answer, MARKS, "<think>\n", {})
+    maybe = after_reasoning(answer, MARKS, "", {})
     assert is_text(begun, 'so {"</thin" it is</think>\n\n{"a": 1}')
     assert not is_text(begun, '{"a": 1}')
     assert is_text(maybe, '<think>\nhm</think>{"a": 1}')
@@ -322,10 +323,10 @@ def test_marks_that_are_added_tokens_are_those_tokens() -> None:
     tokenizer = Tokenizer(backend)
     grammars, added = grammars_of(tokenizer, 368, (EOS,)), added_tokens(tokenizer)
     letters = [token for letter in "</think>" for token in tokenizer.encode(letter)]
-    begun = after_reasoning(structured(json_object=True), "<think>", "</think>", added, begun=True)
+    begun = after_reasoning(structured(json_object=True), MARKS, "<think>", added)
     assert is_text(begun, [*tokenizer.encode("so"), *letters, *tokenizer.encode('</think>{"a": 1}')], grammars)
     assert not is_text(begun, [*tokenizer.encode("so"), *letters, *tokenizer.encode('{"a": 1}')], grammars)
-    maybe = after_reasoning(structured(json_object=True), "<think>", "</think>", added, begun=False)
+    maybe = after_reasoning(structured(json_object=True), MARKS, "", added)
     assert is_text(maybe, tokenizer.encode('<think>so</think>\n{"a": 1}'), grammars)
     tags = {"structures": [{"begin": "<f=x>", "schema": POINT, "end": "</f>"}], "triggers": ["<f="]}
     grammar = of_structured_outputs({"structural_tag": tags}, added=added)

@@ -13,6 +13,9 @@ from launch.api.schema import Function, Tool
 from launch.serve.parsers.answer_parser import AnswerParser
 from launch.serve.parsers.call_grammar import _FORMS, grammar_of_calls
 from launch.serve.parsers.deltas import merged
+from launch.serve.parsers.reasoning_grammar import with_reasoning
+from launch.serve.parsers.table import CALLS, HARMONY
+from runtime.frontend.structured import structured
 from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import RequestError
 from runtime.grammar import Grammars
@@ -75,9 +78,9 @@ def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -
 
 
 def is_text(grammar: str, text: str, tokenizer: Tokenizer = BYTES, grammars: Grammars = GRAMMARS) -> bool:
-    matcher = grammars.matcher(SamplingParams(grammar=grammar), (EOS,), ())
+    matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
     allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
-    for token in (*tokenizer.encode(text), EOS):
+    for token in (*tokenizer.encode(text), *grammars.eos_token_ids):
         matcher.allow(allowed_W)
         if not allowed_W[token // 32] >> token % 32 & 1:
             return False
@@ -116,6 +119,10 @@ def test_one_call_where_one_is_wanted() -> None:
         assert {len(calls_in(parser, text)[1]) for text in walks(grammar, "one", 6, _FORMS[parser].value_end)} == {1}
 
 
+def test_every_format_has_a_grammar() -> None:
+    assert _FORMS.keys() == CALLS.keys()
+
+
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "B", "unit": "C"}}\n</tool_call>'
 CODER = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nB\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>\n"
@@ -127,8 +134,28 @@ MINIMAX = (
 )
 
 
-@pytest.mark.parametrize(("parser", "call"), [("hermes", HERMES), ("qwen3_coder", CODER), ("minimax_m2", MINIMAX)])
-@pytest.mark.parametrize("marks", [(), ("<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>")])
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">B'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:12<|tool_call_argument_begin|>"
+    '{"city": "B", "unit": "C"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+TOKENS = (
+    *("<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", "｜DSML｜"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("hermes", HERMES), ("qwen3_coder", CODER), ("minimax_m2", MINIMAX), ("deepseek_v32", DSML), ("kimi_k2", KIMI),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("marks", [(), TOKENS])
 def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple[str, ...]) -> None:
     """From the mark on a call must follow; whether marks are tokens or not."""
     tokenizer = with_tokens(*marks)
@@ -138,6 +165,39 @@ def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple
         assert is_text(grammar, text, tokenizer, grammars), text
     for text in (call.replace("weather", "rain"), call.replace("C", "K"), f"so {call[:40]}"):
         assert not is_text(grammar, text, tokenizer, grammars), text
+    assert calls_in(parser, f"so {call}") == ("so ", [("weather", {"city": "B", "unit": "C"})])
+    grammars.close()
+
+
+CHANNELS = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|return|>"
+THOUGHT = "<|channel|>analysis<|message|>hm <|end|><|start|>assistant"
+CALLED = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "B", "unit": "C"}'
+SAID = "<|channel|>final<|message|>"
+
+
+def test_harmony_thinks_first_and_then_calls_or_answers() -> None:
+    tokenizer = with_tokens(*CHANNELS)  # the tokenizer has <|end|>, which ends no answer here
+    added = added_tokens(tokenizer)
+    grammars = grammars_of(tokenizer, VOCABULARY, (added["<|return|>"],))
+
+    def allows(grammar: str, text: str, *, calls: bool = True) -> bool:
+        return is_text(with_reasoning(grammar, HARMONY, "", added, calls=calls), text, tokenizer, grammars)
+
+    called = grammar_of_calls("openai", TOOLS, added, choice="weather", one=False)
+    free = grammar_of_calls("openai", TOOLS, added, choice=None, one=False)
+    preamble = THOUGHT.replace("analysis", "commentary")
+    for text in (CALLED, THOUGHT + CALLED, THOUGHT + preamble + CALLED):
+        assert allows(called, text)
+        assert allows(free, text)
+        assert not allows(called, text.replace("weather", "now"))
+        assert not allows(called, text.replace('"C"', '"K"'))
+    assert calls_in("openai", THOUGHT + CALLED) == ("", [("weather", {"city": "B", "unit": "C"})])
+    assert allows(free, THOUGHT + SAID + "no call")
+    assert not allows(called, THOUGHT + SAID + "no call")
+    form = structured(json_object=True)
+    assert allows(form, THOUGHT + SAID + '{"a": 1}', calls=False)
+    assert not allows(form, THOUGHT + SAID + "so", calls=False)
+    assert not allows(form, THOUGHT + '{"a": 1}', calls=False)
     grammars.close()
 
 
@@ -156,8 +216,5 @@ def test_what_cannot_be_enforced_is_refused_where_a_tool_is_strict() -> None:
         assert grammar_of_calls("hermes", [one], {}, choice="", one=False)
         with pytest.raises(RequestError, match="writes properties one by one"):
             grammar_of_calls("glm45", [one], {}, choice="", one=False)
-    with pytest.raises(RequestError, match="cannot be constrained; there are hermes") as found:
-        grammar_of_calls("openai", TOOLS, {}, choice="", one=False)
-    assert found.value.field == "tool_choice"
     with pytest.raises(RequestError, match="have no mark"):
         grammar_of_calls("llama3_json", TOOLS, {}, choice=None, one=False)
