@@ -28,8 +28,8 @@ def with_reasoning(grammar: str, form: str, prompt: str, added: Mapping[str, int
 
 def marks_of(form: str | None) -> tuple[str, str] | None:
     """What stands around reasoning in the format ``form``; None where that is not two marks."""
-    first, *last = REASONING.get(form or "", "") or "-"
-    return (named(first), named(last[0])) if last else None
+    marks = REASONING.get(form or "", "")
+    return (named(marks[0]), named(marks[1])) if marks else None
 
 
 def _harmony(grammar: str, before: str, added: Mapping[str, int]) -> str:

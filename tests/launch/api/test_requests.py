@@ -345,7 +345,7 @@ THINK = "<think>", "</think>"
 def test_a_chat_with_a_form_may_think_first(opened: bool) -> None:
     """Its grammar constrains what follows the reasoning, which the row has apart; other lines are as they were."""
     pytest.importorskip("llguidance")
-    asked = {"response_format": {"type": "json_object"}, "max_tokens": 50}
+    asked: dict[str, Any] = {"response_format": {"type": "json_object"}, "max_tokens": 50}
     template = ChatTemplate("{{ messages[0].content }}" + opened * "<think>\n")
     model, tokenizer = FakeModel(vocab_size=400, max_model_len=400), small_tokenizers.byte_level()
     parser = RequestParser(model, tokenizer, template, reasoning=THINK)
