@@ -70,8 +70,8 @@ class Pages:
 
 def stored_alike(found_kv: Tensor, expected_kv: Tensor) -> None:
     """Few codes differ, and by one step: what products round differently. Next to zero, where products cancel, a step
-    is a small part of what was rounded, so there a difference has a bound of its own. A step is 2^-4 to 2^-3 of a number
-    and bfloat16 rounds by up to 2^-9: a thirtieth of the codes may differ."""
+    is a small part of what was rounded, so there a difference has a bound of its own. A step is 2^-4 to 2^-3 of a
+    number and bfloat16 rounds by up to 2^-9: a thirtieth of the codes may differ."""
     found, expected = found_kv.float(), expected_kv.float()
     assert torch.equal(found.isnan(), expected.isnan())
     found, expected = found.nan_to_num(), expected.nan_to_num()
