@@ -23,7 +23,8 @@ from torch import Tensor
 
 from models.inputs import PrefillAttention
 from models.kernels.attention import prefill as prefill_kernel
-from models.kernels.attention.prefill import Blocks, Tiles, blocks_for
+from models.kernels.attention.prefill import Blocks, blocks_for
+from models.kernels.attention.prefill_tiles import Tiles, list_tiles
 from models.kernels.matmul import autotune
 from models.kernels.traits import H200
 from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
@@ -89,7 +90,7 @@ class Case:
         return lambda kv: kernels.prefill_attention(self.q, kv, planned, DIM**-0.5)
 
     def with_tiles(self, blocks: Blocks) -> Callable[[Tensor], Tensor]:
-        listed = prefill_kernel.list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
+        listed = list_tiles(self.queries, self.lengths, blocks.m // (HEADS // KV_HEADS))
         tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
         return lambda kv: prefill_kernel.prefill_attention(
             self.q, kv, self.table, tiles, DIM**-0.5, blocks=blocks, programs=4 * H200.multiprocessors, pdl=True

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
     from models.kernels.attention import prefill as prefill_kernel
-    from models.kernels.attention.prefill import Blocks, Tiles
+    from models.kernels.attention.prefill import Blocks
+    from models.kernels.attention.prefill_tiles import Tiles, list_tiles
     from tests.models.kernels.nvidia_kernels import Nvidia, nvidia_kernels
 
 BF16 = torch.bfloat16
@@ -271,7 +272,7 @@ def test_every_tile(blocks: tuple[int, int, int, int]) -> None:
     made.set_lengths(list(lengths))
     made.poison_beyond()
     q, one = randn(sum(queries), heads, dim, dtype=BF16), Blocks(*blocks)
-    listed = prefill_kernel.list_tiles(queries, lengths, one.m // 4)
+    listed = list_tiles(queries, lengths, one.m // 4)
     tiles = Tiles(torch.tensor(listed, dtype=torch.int32, device=DEVICE))
     out = prefill_kernel.prefill_attention(
         q, made.kv, made.table, tiles, dim**-0.5, blocks=one, programs=528, pdl=False

@@ -36,9 +36,65 @@ from models.kernels.attention.query import (
     rotation_arguments,
     seen_in_tree,
     steady_of_rotation,
+    weights_of_keys,
 )
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from parallel.comm.quantised import Activations, memory_of
+
+
+@triton.jit
+def by_pointers(
+    q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, start, keys_each, head, rows, scale_log2e, cap, K,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """``keys_each`` keys from ``start`` on: (sums [ROWS, BLOCK_D], maxima [ROWS], sums of weights [ROWS])."""
+    dims = tl.arange(0, BLOCK_D)
+    blocks = tl.minimum(keys_each // BLOCK_N, (length - start + BLOCK_N - 1) // BLOCK_N)
+    visible = length - count + 1 + rows // GROUP  # keys that each row may see
+    if not CAUSAL:
+        visible = tl.full((ROWS,), 0, tl.int32) + length
+    nodes = 0
+    if TREE:
+        nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
+    bound = visible - WINDOW  # the first key that each row may see
+    if TREE and WINDOW:
+        bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    # Counted from 0: where nothing but the bounds of a loop within depends on a value, Triton 3.6 takes that of the
+    # first round for all (its pull request 9036), and ``keys_each`` would be such a value.
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        first_key = start + block * BLOCK_N
+        keys = first_key + tl.arange(0, BLOCK_N)
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table_row + first_key // PAGE).to(tl.int64)
+            slots = page * PAGE + keys % PAGE
+        else:
+            pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
+            slots = pages.to(tl.int64) * PAGE + keys % PAGE
+        where = (slots * K + head)[:, None] * D + dims[None, :]
+        there = keys < length
+        if WINDOW:  # pages before the window may be another request's by now
+            there = there & (keys >= length - count + 1 - WINDOW)
+        mask = there[:, None] & (dims < D)[None, :]
+        k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
+        if CAP:
+            scores = capped(scores, cap)
+        seen = keys[None, :] < visible[:, None]
+        if TREE:
+            seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
+        if WINDOW:
+            seen = seen & (keys[None, :] >= bound[:, None])
+        scores = tl.where(seen, scores, -float("inf"))
+        weights, peak, decay = weights_of_keys(scores, peak, 1)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["fewest", "longest", "most"])
@@ -103,17 +159,16 @@ def _decode_attention_kernel(
     splits, keys_each = splits_of_rows(length - start, BLOCK_N, fewest, longest, most, SKIP_EMPTY)
     if split < splits:
         table_row = page_table_ptr + row * table_width
-        begin = (start + split * keys_each) // BLOCK_N
-        end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
+        begin = start + split * keys_each
         steady = steady_of_rotation(
             cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM
         )
         if PDL:
-            if begin < end:  # older keys and values are in memory: prefetch their first block to L2
-                block_to_l2(keys_ptr, values_ptr, table_row, begin, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
+            if begin < length:  # older keys and values are in memory: prefetch their first block to L2
+                first = begin // BLOCK_N
+                block_to_l2(keys_ptr, values_ptr, table_row, first, length, head, K, D, BLOCK_D, PAGE, BLOCK_N, LINES)
             gdc_wait()
             gdc_launch_dependents()
-        dims = tl.arange(0, BLOCK_D)
         rows = tl.arange(0, ROWS)
         token = row * QUERY_LEN
         # The program that reads the row's newest key is the one that writes it.
@@ -121,50 +176,10 @@ def _decode_attention_kernel(
             q_ptr, keys_ptr, values_ptr, steady, eps, token, QUERY_LEN, head, rows, split == splits - 1, K, GROUP, D,
             BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
-        visible = length - QUERY_LEN + 1 + rows // GROUP  # keys that each row may see
-        if not CAUSAL:
-            visible = tl.full((ROWS,), 0, tl.int32) + length
-        nodes = 0
-        if TREE:
-            nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
-        bound = visible - WINDOW  # the first key that each row may see
-        if TREE and WINDOW:
-            bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
-        peak = tl.full((ROWS,), -float("inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        for block in tl.range(begin, end, num_stages=STAGES):
-            keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            if PAGE % BLOCK_N == 0:
-                page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
-                slots = page * PAGE + keys % PAGE
-            else:
-                pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
-                slots = pages.to(tl.int64) * PAGE + keys % PAGE
-            where = (slots * K + head)[:, None] * D + dims[None, :]
-            there = keys < length
-            if WINDOW:  # pages before the window may be another request's by now
-                there = there & (keys >= length - QUERY_LEN + 1 - WINDOW)
-            mask = there[:, None] & (dims < D)[None, :]
-            k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-            if CAP:
-                scores = capped(scores, cap)
-            seen = keys[None, :] < visible[:, None]
-            if TREE:
-                seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
-            if WINDOW:
-                seen = seen & (keys[None, :] >= bound[:, None])
-            scores = tl.where(seen, scores, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
-            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(peak - shift)
-            total = total * decay + tl.sum(weights, 1)
-            v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-            peak = new_peak
+        acc, peak, total = by_pointers(
+            q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, QUERY_LEN, begin, keys_each, head, rows,
+            scale_log2e, cap, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE, WINDOW, CAP,
+        )  # fmt: skip
         finish_unit(
             acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
             QUERY_LEN, head, split, splits, most, K, GROUP, D, BLOCK_D, ROWS, REAL_ROWS, FAN, MERGE, ALONE, APART,

@@ -31,22 +31,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.inputs import DecodeAttention
+from models.kernels.attention.decode import by_pointers
 from models.kernels.attention.decode_merge import finish_unit, merged_at_once, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
 from models.kernels.attention.query import (
     block_to_l2,
-    capped,
-    depth_in_tree,
     first_key,
     kind_arguments,
     kind_constants,
-    nodes_seen,
     padded_dim,
     power_of_two_above,
     query,
     rotation_arguments,
-    seen_in_tree,
     steady_of_rotation,
+    weights_of_keys,
 )
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import FP8
@@ -56,75 +54,6 @@ MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
 HEAD_DIMS = (64, 128)  # by TMA; 256 was not tried
 LINE_BYTES = 128
 _FEWEST_QUERY_ROWS = 8, 16  # columns of the narrowest product by TMA, rows of the narrowest one by pointers
-
-
-@triton.jit
-def _weights_of_keys(scores, peak):
-    """Online softmax: (weights [keys, rows], the rows' new maximum, the factor of older sums)."""
-    new_peak = tl.maximum(peak, tl.max(scores, 0))
-    # A row that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
-    shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    return tl.exp2(scores - shift[None, :]), new_peak, tl.exp2(peak - shift)
-
-
-@triton.jit
-def _by_pointers(
-    q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count, start, keys_each, head, rows, scale_log2e, cap, K,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """``keys_each`` keys from ``start`` on: (sums [ROWS, BLOCK_D], maxima [ROWS], sums of weights [ROWS])."""
-    dims = tl.arange(0, BLOCK_D)
-    blocks = tl.minimum(keys_each // BLOCK_N, (length - start + BLOCK_N - 1) // BLOCK_N)
-    visible = length - count + 1 + rows // GROUP  # keys that each row may see
-    if not CAUSAL:
-        visible = tl.full((ROWS,), 0, tl.int32) + length
-    nodes = 0
-    if TREE:
-        nodes = nodes_seen(tree_ptr, row, rows, GROUP, QUERY_LEN)
-    bound = visible - WINDOW  # the first key that each row may see
-    if TREE and WINDOW:
-        bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
-    peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    # Counted from 0: where nothing but the bounds of a loop within depends on a value, Triton 3.6 takes that of the
-    # first round for all (its pull request 9036), and ``keys_each`` would be such a value.
-    for block in tl.range(0, blocks, num_stages=STAGES):
-        first_key = start + block * BLOCK_N
-        keys = first_key + tl.arange(0, BLOCK_N)
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table_row + first_key // PAGE).to(tl.int64)
-            slots = page * PAGE + keys % PAGE
-        else:
-            pages = tl.load(table_row + keys // PAGE, mask=keys < length, other=0)
-            slots = pages.to(tl.int64) * PAGE + keys % PAGE
-        where = (slots * K + head)[:, None] * D + dims[None, :]
-        there = keys < length
-        if WINDOW:  # pages before the window may be another request's by now
-            there = there & (keys >= length - count + 1 - WINDOW)
-        mask = there[:, None] & (dims < D)[None, :]
-        k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2e
-        if CAP:
-            scores = capped(scores, cap)
-        seen = keys[None, :] < visible[:, None]
-        if TREE:
-            seen = seen_in_tree(nodes, keys, length, QUERY_LEN)
-        if WINDOW:
-            seen = seen & (keys[None, :] >= bound[:, None])
-        scores = tl.where(seen, scores, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
-        shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, peak, total
 
 
 @triton.jit
@@ -151,7 +80,7 @@ def _by_tma(
         # The next block's page, one step ahead: otherwise loads would wait for loads.
         held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
         k = keys_desc.load([first, head * D]).to(q.dtype)
-        weights, peak, decay = _weights_of_keys(tl.dot(k, across) * scale_log2e, peak)
+        weights, peak, decay = weights_of_keys(tl.dot(k, across) * scale_log2e, peak, 0)
         totals = totals * decay[None, :] + weights
         v = values_desc.load([first, head * D]).to(q.dtype)
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
@@ -161,7 +90,7 @@ def _by_tma(
             k = tl.where((newest < length)[:, None], newest_k.to(q.dtype), 0.0)
             scores = tl.dot(k, across) * scale_log2e
             scores = tl.where((newest < length)[:, None], scores, -float("inf"))
-            weights, peak, decay = _weights_of_keys(scores, peak)
+            weights, peak, decay = weights_of_keys(scores, peak, 0)
             totals = totals * decay[None, :] + weights
             acc = tl.dot(tl.trans(newest_v.to(q.dtype)), weights.to(q.dtype), acc * decay[None, :])
     else:
@@ -176,7 +105,7 @@ def _by_tma(
             k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(k, across) * scale_log2e
             scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
-            weights, peak, decay = _weights_of_keys(scores, peak)
+            weights, peak, decay = weights_of_keys(scores, peak, 0)
             totals = totals * decay[None, :] + weights
             v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
@@ -300,7 +229,7 @@ def _attend_list_kernel(
                 whole, end, head, rows, scale_log2e, K, GROUP, D, PAGE, ROWS, BLOCK_N, STAGES, CAUSAL, ONE_NEWEST,
             )  # fmt: skip
         else:
-            acc, peak, total = _by_pointers(
+            acc, peak, total = by_pointers(
                 q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, count,
                 first_key(length, QUERY_LEN, WINDOW, BLOCK) + split * keys_each, keys_each, head, rows, scale_log2e,
                 cap, K, GROUP, D, BLOCK_D, PAGE, QUERY_LEN, ROWS, BLOCK_N, STAGES, CAUSAL, TREE, WINDOW, CAP,

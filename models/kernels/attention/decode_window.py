@@ -25,18 +25,19 @@ from models.inputs import DecodeAttention
 from models.kernels.attention.decode_list import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_merge import finish_unit, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
-from models.kernels.attention.query import LOG2_E, block_to_l2, nodes_seen, power_of_two_above, seen_in_tree
+from models.kernels.attention.query import (
+    LOG2_E,
+    block_to_l2,
+    nodes_seen,
+    power_of_two_above,
+    query,
+    seen_in_tree,
+    weights_of_keys,
+)
 from models.kv_group import FP8
 from parallel.comm.quantised import Activations, memory_of
 
 QUERY_ROWS = range(16, 129)  # of a kv head
-
-
-@triton.jit
-def _queries(q_ptr, token, count, head, rows, K, GROUP: tl.constexpr, D: tl.constexpr):
-    """The queries of a row's window and kv head [rows, D]; zeros beyond GROUP * count."""
-    where = ((token + rows // GROUP) * K * GROUP + head * GROUP + rows % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(q_ptr + where, mask=(rows < GROUP * count)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -101,7 +102,9 @@ def _attend_window_kernel(
         end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
         whole = tl.maximum(tl.minimum(end, tl.maximum(length - QUERY_LEN, 0) // BLOCK_N), begin)
         held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
-        q = _queries(q_ptr, token, QUERY_LEN, head, rows, K, GROUP, D)
+        q = query(
+            q_ptr, keys_ptr, values_ptr, 0, 0.0, token, QUERY_LEN, head, rows, False, K, GROUP, D, D, D, False, False
+        )
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, D), tl.float32)
@@ -130,15 +133,10 @@ def _attend_window_kernel(
             elif CAUSAL:
                 seen = keys[None, :] < (length - QUERY_LEN + 1 + rows // GROUP)[:, None]
             scores = tl.where(seen, scores, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # A query that sees no key of this split keeps -inf; subtracting it would make NaN of its weights.
-            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(peak - shift)
+            weights, peak, decay = weights_of_keys(scores, peak, 1)
             total = total * decay + tl.sum(weights, 1)
             v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-            peak = new_peak
         finish_unit(
             acc, peak, total, (out_ptr, out_scale_ptr, out_pitch), partial_ptr, stats_ptr, counter_ptr, row, token,
             QUERY_LEN, head, split, splits, most, K, GROUP, D, D, ROWS, ROWS, FAN, 1, ALONE,

@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.attention.prefill import Blocks, RepeatedTiles, Tiles, heads_of_a_tile
+from models.kernels.attention.prefill import Blocks, heads_of_a_tile, launch_over_tiles
+from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.attention.query import (
     capped,
     kind_arguments,
@@ -45,27 +46,17 @@ _PROGRAMS_EACH = 4  # of a multiprocessor, below which a row's chunks are progra
 def _chunk(
     q,  # [BLOCK_M, BLOCK_D]
     last,  # int32 [BLOCK_M]: the last key that each query sees
-    keys_ptr,  # of the kv head
-    values_ptr,
-    table_row,
-    begin,
-    end,
+    keys_ptr, values_ptr,  # of the kv head
+    table_row, begin, end,
     keys,  # that the tile's last query sees
-    scale_log2e,
-    cap,
-    K,
-    root,  # with NODES: where the tree's entries begin, and the bits of the one node that the tile has
-    seen,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    scale_log2e, cap, K,
+    root, seen,  # with NODES: where the tree's entries begin, and the bits of the one node that the tile has
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     NODES: tl.constexpr,  # of a tree; 0: keys lie in the order of their positions
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
     CAP: tl.constexpr,
-):
+):  # fmt: skip
     """(weighted values relative to the maximum, maximum, sum of weights) of keys [begin, end) of one chunk."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -134,28 +125,10 @@ def _merged(acc, peak, total, more_acc, more_peak, more_total):
 
 @triton.jit
 def _all_chunks(
-    q,
-    last,
-    keys_ptr,
-    values_ptr,
-    table_row,
-    keys,
-    scale_log2e,
-    cap,
-    K,
-    root,
-    seen,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    NODES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    q, last, keys_ptr, values_ptr, table_row, keys, scale_log2e, cap, K, root, seen,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr, STAGES: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """(weighted values relative to the maximum, maximum, sum of weights) over all keys, chunk after chunk."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -429,39 +402,20 @@ def prefill_attention(
     pdl: bool,
     kind: AttentionKind = PLAIN,
 ) -> Tensor:
-    """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
-    tokens, heads, head_dim = q_THD.shape
-    _, _, page, kv_heads, _ = kv_layer.shape
-    blocks = blocks_for(q_THD.dtype, head_dim)
-    pack = heads_of_a_tile(heads // kv_heads, blocks.m)
-    q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    items = planned.count(tokens) * (heads // pack)
-    _invariant_prefill_kernel[(max(1, min(items, programs)),)](
+    """prefill.launch_over_tiles, in chunks of ``chunk`` keys."""
+    return launch_over_tiles(
+        _invariant_prefill_kernel,
         q_THD,
-        kv_layer[0],
-        kv_layer[1],
+        kv_layer,
         page_table_BP,
-        planned.tiles,
-        out_THD,
-        *kind_arguments(kind, scale, q_THD),
-        page_table_BP.stride(0),
-        items,
-        kv_heads,
-        GROUP=heads // kv_heads,
-        PACK=pack,
-        D=head_dim,
-        BLOCK_D=padded_dim(head_dim),
-        PAGE=page,
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
+        planned,
+        scale,
+        blocks=blocks_for(q_THD.dtype, q_THD.shape[2]),
+        programs=programs,
+        pdl=pdl,
+        kind=kind,
         LENGTH=chunk,
-        STAGES=blocks.stages,
-        **kind_constants(kind),
-        PDL=pdl,
-        num_warps=blocks.warps,
-        launch_pdl=pdl,
     )
-    return out_THD
 
 
 def decode_attention(

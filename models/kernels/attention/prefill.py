@@ -1,43 +1,42 @@
 """Paged causal prefill attention in Triton: for what FlashInfer does not take, and until FlashInfer is built.
 
-Knows: the tiles that a step's new tokens are cut into, how the host lists them, and the kernel over the NHD pages
-[2, pages, S, K, D]: online softmax (Milakov & Gimelshein 2018) over tiles (Dao 2023, "FlashAttention-2").
-Does not know: when it is the best choice (models/kernels/attention/prefill_choice.py), decode (decode.py).
-
-A tile is a few consecutive new tokens of a row, for the query heads that share a key and value head: they need the same
-keys, so tokens times heads fill a tile of the matrix product. The host lists tiles (first token, tokens, position, row)
-with the most keys first, and a few programs a multiprocessor take them in turn. A captured launch scans as many entries
-as its tokens could ever need, and skips those without tokens: so many entries a plan has, zeros behind its tiles. No
-earlier plan shows behind a shorter one then.
+Knows: the kernel over the NHD pages [2, pages, S, K, D]: online softmax (Milakov & Gimelshein 2018) over tiles (Dao
+2023, "FlashAttention-2"), and its launch. Does not know: how tiles are listed (prefill_tiles.py), when it is the best
+choice (prefill_choice.py), decode (decode.py).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Self
+from functools import partial
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.inputs import PlanTable, PrefillAttention
+from models.inputs import PrefillAttention
+from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.attention.query import capped, kind_arguments, kind_constants, padded_dim, with_sinks
 from models.kernels.interface import PLAIN, AttentionKind
 from models.kernels.traits import H200, DeviceTraits
 
-_FIELDS = 4  # of a listed tile
-_FEW_TILES = 64  # up to so many, Python lists them sooner than numpy
 _PROGRAMS_A_MULTIPROCESSOR = 4  # at most: each takes long tiles and short ones in turn
 _SHARED_OF_WIDE_HEADS = 104 << 10  # bytes, of 64 keys of 256 dims on GPUs without wgmma
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """``m`` rows (tokens times heads) and ``n`` keys of a tile, pipeline stages, warps of a program."""
+
+    m: int
+    n: int
+    stages: int
+    warps: int
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -122,29 +121,12 @@ def _prefill_attention_kernel(
 
 @triton.jit
 def _attend(
-    q,
-    acc,
-    total,
-    peak,
-    last,
-    keys_ptr,
-    values_ptr,
-    table_row,
-    begin,
-    end,
-    keys,
-    scale_log2e,
-    cap,
-    K,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, acc, total, peak, last, keys_ptr, values_ptr, table_row, begin, end, keys, scale_log2e, cap, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,  # rows may see only a part of a block, and keys may end in it
     WINDOW: tl.constexpr,  # when MASKED
     CAP: tl.constexpr,
-):
+):  # fmt: skip
     """Attention over keys [begin, end), ``begin`` a multiple of BLOCK_N; without WINDOW every row sees or saw a key."""
     within, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     offsets = within[:, None] * (K * D) + dims[None, :]
@@ -195,16 +177,6 @@ def _attend(
     return acc, total, peak
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """``m`` rows (tokens times heads) and ``n`` keys of a tile, pipeline stages, warps of a program."""
-
-    m: int
-    n: int
-    stages: int
-    warps: int
-
-
 def blocks_for(dtype: torch.dtype, head_dim: int, shared_bytes: int = H200.shared_bytes) -> Blocks:
     """Blocks that fit an H100 or H200 without spilling, and a program's ``shared_bytes`` (DeviceTraits)."""
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
@@ -217,63 +189,6 @@ def blocks_for(dtype: torch.dtype, head_dim: int, shared_bytes: int = H200.share
 def heads_of_a_tile(group: int, block_m: int) -> int:
     """The most query heads that divide ``group`` and fit a tile of ``block_m`` rows."""
     return max(heads for heads in range(1, min(group, block_m) + 1) if group % heads == 0)
-
-
-def list_tiles(
-    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int, first_token: int = 0
-) -> npt.NDArray[np.int32]:
-    """Tiles of at most ``tokens``, most keys first, int32 [tiles, 4]; the rest as in PrefillAttention."""
-    rows = len(query_lengths) - query_lengths.count(0)
-    lists = _few_tiles if most_tiles(sum(query_lengths), rows, tokens) <= _FEW_TILES else _many_tiles
-    return lists(query_lengths, kv_lengths, tokens, first_token)
-
-
-def _few_tiles(
-    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int, first_token: int
-) -> npt.NDArray[np.int32]:
-    tiles, start = [], first_token
-    for row, new in enumerate(query_lengths):
-        if new:
-            known = kv_lengths[row] - new
-            tiles += [(start + skip, min(tokens, new - skip), known + skip, row) for skip in range(0, new, tokens)]
-            start += new
-    tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
-    return _integers(tuple(chain.from_iterable(tiles))).reshape(-1, _FIELDS)
-
-
-def _many_tiles(
-    query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tokens: int, first_token: int
-) -> npt.NDArray[np.int32]:
-    rows = len(query_lengths)
-    new_R, known_R = _integers(query_lengths), _integers(kv_lengths)
-    tiles_R = (new_R + (tokens - 1)) // tokens
-    # Of each row as if all tiles before its own were of it, too: then those of all rows are one ladder.
-    skipped_R = (tiles_R.cumsum(dtype=np.int32) - tiles_R) * tokens
-    rows_4R = np.empty((_FIELDS, rows), np.int32)
-    np.cumsum(new_R, out=rows_4R[0])
-    rows_4R[0] += first_token - new_R - skipped_R
-    rows_4R[1] = new_R + skipped_R
-    rows_4R[2] = known_R - rows_4R[1]
-    rows_4R[3] = np.arange(rows)
-    tiles_4N = rows_4R.repeat(tiles_R, axis=1)
-    ladder_N = np.arange(0, tiles_4N.shape[1] * tokens, tokens, dtype=np.int32)
-    tiles_4N[0] += ladder_N
-    tiles_4N[1] -= ladder_N
-    tiles_4N[2] += ladder_N
-    np.minimum(tiles_4N[1], tokens, out=tiles_4N[1])
-    order_N = (-tiles_4N[1] - tiles_4N[2]).argsort(kind="stable")
-    listed: npt.NDArray[np.int32] = tiles_4N.T[order_N]
-    return listed
-
-
-def _integers(numbers: Sequence[int]) -> npt.NDArray[np.int32]:
-    """As int32 [n], read-only: in a third of the time that numpy needs to find out what a tuple holds."""
-    return np.frombuffer(struct.pack(f"{len(numbers)}i", *numbers), np.int32)
-
-
-def most_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
-    """The most tiles that ``tokens`` in up to ``rows`` rows can make."""
-    return min(tokens, tokens // tile_tokens + rows)
 
 
 class TiledPrefill:
@@ -325,70 +240,8 @@ class TiledPrefill:
         return block_m // heads_of_a_tile(heads // kv_heads, block_m)
 
 
-class Tiles:
-    """The tiles of one step, int32 [tiles, 4] on the device."""
-
-    def __init__(self, tiles: Tensor) -> None:
-        self.tiles = tiles
-
-    @classmethod
-    def of(cls, inputs: PrefillAttention, tile_tokens: int, device: torch.device) -> Self:
-        """Tiles of at most ``tile_tokens``; their copy to the device is asynchronous."""
-        listed = list_tiles(inputs.query_lengths, inputs.kv_lengths, tile_tokens, inputs.first_token)
-        return cls(_sendable(listed, device).to(device, non_blocking=True))
-
-    def count(self, tokens: int) -> int:
-        """How many entries a launch over ``tokens`` scans."""
-        return len(self.tiles)
-
-
-class RepeatedTiles:
-    """A RepeatedPrefill, and its PlanTable: a device buffer for the tiles of up to ``max_tokens`` in up to ``rows``
-    rows."""
-
-    def __init__(self, device: torch.device, rows: int, max_tokens: int, tile_tokens: int) -> None:
-        self._rows, self._max_tokens, self._tile_tokens = rows, max_tokens, tile_tokens
-        self.tiles = torch.zeros(self.count(max_tokens), _FIELDS, dtype=torch.int32, device=device)
-
-    @property
-    def table(self) -> PlanTable | None:
-        return self
-
-    @property
-    def place(self) -> Tensor:
-        return self.tiles
-
-    def entries(
-        self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int, tokens: int
-    ) -> npt.NDArray[np.int32]:
-        """See PlanTable: the tiles, and zeros up to as many entries as a launch over ``tokens`` scans."""
-        listed, room = list_tiles(query_lengths, kv_lengths, self._tile_tokens, first_token), self.count(tokens)
-        if len(listed) > room or len(query_lengths) > self._rows:
-            raise ValueError(
-                f"{sum(query_lengths)} tokens in {len(query_lengths)} rows make {len(listed)} tiles: there is room for "
-                f"{room} of {self._rows} rows"
-            )
-        entries = np.zeros((room, _FIELDS), np.int32)
-        entries[: len(listed)] = listed
-        return entries
-
-    def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
-        """See RepeatedPrefill; for launches of any number of tokens."""
-        entries = self.entries(query_lengths, kv_lengths, first_token, self._max_tokens)
-        self.tiles.copy_(_sendable(entries, self.tiles.device), non_blocking=True)
-
-    def count(self, tokens: int) -> int:
-        """How many entries a launch over ``tokens`` scans: enough for any plan that fits it."""
-        return most_tiles(tokens, self._rows, self._tile_tokens)
-
-
-def _sendable(listed: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """As a tensor on the host, of which a copy to ``device`` is asynchronous: that needs pinned memory."""
-    tiles = torch.tensor(listed)
-    return tiles.pin_memory() if device.type == "cuda" else tiles
-
-
-def prefill_attention(
+def launch_over_tiles(
+    kernel: Any,
     q_THD: Tensor,
     kv_layer: Tensor,
     page_table_BP: Tensor,
@@ -399,6 +252,7 @@ def prefill_attention(
     programs: int,
     pdl: bool,
     kind: AttentionKind = PLAIN,
+    **constants: int,
 ) -> Tensor:
     """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
@@ -406,7 +260,7 @@ def prefill_attention(
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)
     q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     items = planned.count(tokens) * (heads // pack)
-    _prefill_attention_kernel[(min(items, programs),)](
+    kernel[(max(1, min(items, programs)),)](
         q_THD,
         kv_layer[0],
         kv_layer[1],
@@ -425,9 +279,13 @@ def prefill_attention(
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         STAGES=blocks.stages,
+        **constants,
         **kind_constants(kind),
         PDL=pdl,
         num_warps=blocks.warps,
         launch_pdl=pdl,
     )
     return out_THD
+
+
+prefill_attention = partial(launch_over_tiles, _prefill_attention_kernel)

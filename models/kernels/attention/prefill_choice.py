@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
-from models.kernels.attention.prefill import RepeatedTiles, TiledPrefill, Tiles
+from models.kernels.attention.prefill import TiledPrefill
+from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.interface import NO_SWITCHES, PLAIN, AttentionKind, FlashInferSwitches, PrefillWanted
 from models.kernels.traits import DeviceTraits
 

@@ -168,6 +168,16 @@ def capped(scores, cap):
 
 
 @triton.jit
+def weights_of_keys(scores, peak, AXIS: tl.constexpr):
+    """Online softmax of scores whose keys lie along ``AXIS``: (weights, the queries' new maximum, the factor of older
+    sums)."""
+    new_peak = tl.maximum(peak, tl.max(scores, AXIS))
+    # A query that has seen no key yet keeps -inf; subtracting it would make NaN of its weights.
+    shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    return tl.exp2(scores - tl.expand_dims(shift, AXIS)), new_peak, tl.exp2(peak - shift)
+
+
+@triton.jit
 def with_sinks(total, peak, sinks_ptr, heads):
     """The rows' sums of weights relative to ``peak``, and those of their ``heads``' sinks: divided by it, weighted
     values are scaled by sigmoid(logsumexp - sink)."""

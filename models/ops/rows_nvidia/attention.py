@@ -34,7 +34,7 @@ from models.kernels.attention.decode_choice import (
     window_programs,
 )
 from models.kernels.attention.decode_work import DecodeWork, SplitRule
-from models.kernels.attention.prefill import RepeatedTiles, Tiles
+from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kernels.matmul import codes
 from models.ops.rows_nvidia.dense import with_pdl

@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, StateRows
 from models.kernels.attention import invariant as attention
-from models.kernels.attention.prefill import RepeatedTiles
+from models.kernels.attention.prefill_tiles import RepeatedTiles
 from models.kernels.matmul import invariant as matmul
 from models.kernels.matmul.invariant import Tile
 from models.kernels.sigmoid_routing import SigmoidRouting

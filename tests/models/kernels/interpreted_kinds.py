@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.attention import decode, decode_list, decode_work, invariant, prefill
+from models.kernels.attention import decode, decode_list, decode_work, invariant, prefill, prefill_tiles
 from models.kernels.attention.decode_work import SplitRule
 from models.kernels.attention.prefill import Blocks
 from models.kernels.interface import AttentionKind, Rotation
@@ -151,8 +151,8 @@ def prompts() -> None:
             expected = REFERENCE.prefill_attention(q, cache.kv, inputs, SCALE, kind)
             for blocks in (Blocks(32, 16, 2, 4), Blocks(64, 32, 2, 4), Blocks(16, 64, 2, 4)):
                 tokens = blocks.m // prefill.heads_of_a_tile(heads // kv_heads, blocks.m)
-                listed = prefill.list_tiles(queries, lengths, tokens)
-                tiles = prefill.Tiles(torch.tensor(listed, dtype=torch.int32))
+                listed = prefill_tiles.list_tiles(queries, lengths, tokens)
+                tiles = prefill_tiles.Tiles(torch.tensor(listed, dtype=torch.int32))
                 found = prefill.prefill_attention(
                     q, cache.kv, cache.table, tiles, SCALE, blocks=blocks, programs=4, pdl=False, kind=kind
                 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention
-from models.kernels.attention import prefill
+from models.kernels.attention import prefill, prefill_tiles
 from models.kernels.attention.gather_pages import TILE, GatheredPages
 from models.kernels.attention.prefill import Blocks, TiledPrefill
 from models.kernels.traits import DeviceTraits
@@ -74,8 +74,8 @@ def ordinary(traits: DeviceTraits = TRAITS) -> None:
         check(tiled.run(q, cache.kv, inputs, planned, scale), wanted, case.dtype, case)
         for blocks in (Blocks(32, 16, 2, 4), Blocks(64, 32, 2, 4)):
             tokens = blocks.m // prefill.heads_of_a_tile(case.heads // case.kv_heads, blocks.m)
-            listed = prefill.list_tiles(case.queries, case.lengths, tokens)
-            tiles = prefill.Tiles(torch.tensor(listed, dtype=torch.int32))
+            listed = prefill_tiles.list_tiles(case.queries, case.lengths, tokens)
+            tiles = prefill_tiles.Tiles(torch.tensor(listed, dtype=torch.int32))
             out = prefill.prefill_attention(
                 q, cache.kv, cache.table, tiles, scale, blocks=blocks, programs=4 * traits.multiprocessors, pdl=False
             )

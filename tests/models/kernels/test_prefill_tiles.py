@@ -1,4 +1,4 @@
-"""models/kernels/attention/prefill.py: how the host lists tiles, and what a launch finds behind those of its plan.
+"""prefill_tiles.py: how the host lists tiles, and what a launch finds after those of its plan.
 
 Knows: the lists. Does not know: the kernel that reads them (interpreted_prefill.py, tests/gpu/test_prefill_kernels.py).
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-prefill = importlib.import_module("models.kernels.attention.prefill")
+prefill = importlib.import_module("models.kernels.attention.prefill_tiles")
 
 CPU = torch.device("cpu")
 

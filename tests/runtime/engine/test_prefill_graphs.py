@@ -239,7 +239,7 @@ def test_a_table_that_does_not_end_behind_its_tiles_is_found(monkeypatch: pytest
     requests = mixture(2)
     launched = serial_answers(requests, exact=True, mixed=None)
     with tables(monkeypatch) as tiled:
-        tiles = importlib.import_module("models.kernels.attention.prefill").RepeatedTiles
+        tiles = importlib.import_module("models.kernels.attention.prefill_tiles").RepeatedTiles
         whole = tiles.entries
 
         def endless(self: Any, *lengths: Any, tokens: int) -> Any:

@@ -1,6 +1,6 @@
 """Prefill attention by the tiles of our Triton kernel, in plain torch: captured steps read their plan from a table.
 
-Knows: how the kernel scans a table (models/kernels/attention/prefill.py): entry by entry, those without tokens aside.
+Knows: how the kernel scans a table (prefill_tiles.py): entry by entry, those without tokens aside.
 Does not know: tiles of a GPU's size. These are small, so that short chunks have several. Needs Triton.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import PrefillAttention, RepeatedPrefill
-from models.kernels.attention.prefill import RepeatedTiles
+from models.kernels.attention.prefill_tiles import RepeatedTiles
 from tests.plant import Kernels, Op, kernels_with
 
 TILE = 4  # tokens
