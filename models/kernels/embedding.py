@@ -23,12 +23,9 @@ def _vocab_rows_kernel(
     weight_ptr,  # [.., width]
     ids_ptr,  # int64 [T]
     out_ptr,  # [T, width]
-    width,
-    first,
-    held,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    width, first, held,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
@@ -48,15 +45,7 @@ def vocab_rows(weight_VN: Tensor, ids_T: Tensor, first: int, held: int, pdl: boo
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(width))
         _vocab_rows_kernel[(tokens, triton.cdiv(width, block))](
-            weight_VN,
-            ids_T,
-            out_TN,
-            width,
-            first,
-            held,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=max(1, block // 512),
-            launch_pdl=pdl,
-        )
+            weight_VN, ids_T, out_TN, width, first, held,
+            BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl,
+        )  # fmt: skip
     return out_TN

@@ -61,22 +61,13 @@ MAX_WARPS_OF_MANY = 8  # above four ranks a thread holds their contributions: 16
 
 @triton.jit
 def _push_row(
-    x_ptr,
-    row,
-    parts_apart,
+    x_ptr, row, parts_apart,
     before,  # how often the row was used
     mask,  # [BLOCK], nothing where there is no such row
     memory,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PUSHED: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    SCATTER: tl.constexpr,
-):
+    N: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, PUSHED: tl.constexpr, TWO_SHOT: tl.constexpr, SCATTER: tl.constexpr,
+):  # fmt: skip
     """Sends the peers what they need of a row; returns this rank's own part, [BLOCK]."""
     cols = tl.arange(0, BLOCK)
     parts = tl.tuple(())
@@ -106,27 +97,10 @@ def _finish_row(
     row,
     x,  # [BLOCK], this rank's part, which is on its way to the peers
     before,  # how often the row was used
-    weight,
-    residual_ptr,
-    out_ptr,
-    codes_ptr,
-    scale_ptr,
-    pitch,
-    residual_out_ptr,
-    memory,
-    use_counts_ptr,
-    eps,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    CODES: tl.constexpr,
-):
+    weight, residual_ptr, out_ptr, codes_ptr, scale_ptr, pitch, residual_out_ptr, memory, use_counts_ptr, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, TWO_SHOT: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
     """Waits for the peers' parts of a row, adds them, and writes what becomes of the sum."""
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -183,33 +157,23 @@ def _finish_row(
 @triton.jit(do_not_specialize=["rows", "parts_apart"])
 def _all_reduce_kernel(
     x_ptr,  # [rows, N], this rank's partial sums; SCATTER: rows for every rank, rank 0's first
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
+    residual_ptr, weight_ptr, out_ptr,
     codes_ptr,  # of the result, where CODES
-    scale_ptr,
-    pitch,
-    residual_out_ptr,
+    scale_ptr, pitch, residual_out_ptr,
     memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
     use_counts_ptr,  # int32 [ROWS], of this rank
     rows,  # with MANY; else there is a program for each
     parts_apart,  # with SCATTER: how many rows of x lie between one rank's and the next one's
     eps,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     PUSHED: tl.constexpr,  # and not TWO_SHOT
     TWO_SHOT: tl.constexpr,
     SCATTER: tl.constexpr,  # in one step, and not PUSHED
     MANY: tl.constexpr,  # and not PUSHED
     CODES: tl.constexpr,  # with NORM: also stores FP8 codes, a scale for each CODES columns; 0: does not
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
@@ -287,26 +251,12 @@ def all_reduce_rows(
         many = rows > MOST_AT_ONCE and not pushed
         _all_reduce_kernel[(programs if many else rows,)](
             x_TN[start:] if scatter and launches > 1 else x_TN[here],
-            x_TN if residual_TN is None else residual_TN[here],
-            x_TN if norm_N is None else norm_N,
-            out_TN[here],
+            x_TN if residual_TN is None else residual_TN[here], x_TN if norm_N is None else norm_N, out_TN[here],
             *((out_TN, out_TN, 0) if into is None else (into.codes[start:], into.scale[:, start:], into.memory[2])),
             residual_out_TN[here],
-            rows=rows,
-            parts_apart=tokens,
-            eps=eps,
-            N=width,
-            BLOCK=block,
+            rows=rows, parts_apart=tokens, eps=eps, N=width, BLOCK=block,
             **buffers.arguments(),
-            ADD=residual_TN is not None,
-            NORM=normed,
-            PUSHED=pushed,
-            TWO_SHOT=two_shot,
-            SCATTER=scatter,
-            MANY=many,
-            CODES=0 if into is None else into.group,
-            PDL=pdl,
-            num_warps=warps,
-            launch_pdl=pdl,
-        )
+            ADD=residual_TN is not None, NORM=normed, PUSHED=pushed, TWO_SHOT=two_shot, SCATTER=scatter, MANY=many,
+            CODES=0 if into is None else into.group, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
     return out_TN, residual_out_TN

@@ -41,19 +41,10 @@ def _push_row(
     token,  # which of this rank's that is
     tokens,
     before,  # how often the row was used
-    hidden_ptr,
-    weights_ptr,
-    ids_ptr,
-    memory,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    hidden_ptr, weights_ptr, ids_ptr, memory,
+    H: tl.constexpr, C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Sends a token to every peer; returns its hidden state [BLOCK_H], weights and ids [BLOCK_C]."""
     cols, choices = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
     wide, asked = (cols < H) & there, (choices < C) & there
@@ -73,30 +64,11 @@ def _push_row(
 
 @triton.jit
 def _finish_row(
-    row,
-    token,
-    total,
-    hidden,
-    weights,
-    ids,
-    before,
-    local_ptr,
-    hidden_out_ptr,
-    weights_out_ptr,
-    local_out_ptr,
-    memory,
+    row, token, total, hidden, weights, ids, before, local_ptr, hidden_out_ptr, weights_out_ptr, local_out_ptr, memory,
     use_counts_ptr,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    LANES: tl.constexpr,
-    OTHERS: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    H: tl.constexpr, C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, LANES: tl.constexpr,
+    OTHERS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Writes this rank's token, waits for the peers' of the same number, and writes those."""
     cols, choices = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
     wide, asked = cols < H, choices < C
@@ -147,27 +119,17 @@ def _gather_kernel(
     ids_ptr,  # int32 [tokens, C]
     local_ptr,  # int32, by expert id
     hidden_out_ptr,  # [WORLD * total, ...], like the next two
-    weights_out_ptr,
-    local_out_ptr,
-    tokens,
+    weights_out_ptr, local_out_ptr, tokens,
     first,  # row of all that this launch begins with
     rows,  # of this launch, with MANY; else there is a program for each
     total,  # rows of all launches, from each rank
     memory,  # WORLD addresses of peer buffers (parallel/comm/peer_buffers.py)
     use_counts_ptr,  # int32 [ROWS], of this rank
-    H: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
     LANES: tl.constexpr,  # for the choices of all peers, and at least one a thread
-    OTHERS: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    MANY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    OTHERS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    MANY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL:
@@ -233,27 +195,11 @@ def dispatch_rows(
         here = min(each, rows - first)
         many = here > MOST_AT_ONCE
         _gather_kernel[(PROGRAMS_OF_MANY // (2 if warps > 8 else 1) if many else here,)](
-            words_TH,
-            weights_TC.view(torch.int32),
-            ids_TC,
-            local_E,
-            hidden_YN.view(torch.int32),
-            weights_YC.view(torch.int32),
-            local_YC,
-            tokens,
-            first,
-            here,
-            rows,
-            H=words_TH.shape[1],
-            C=choices,
-            BLOCK_H=block_h,
-            BLOCK_C=block_c,
-            LANES=max(others * block_c, _THREADS * warps),
-            OTHERS=others,
+            words_TH, weights_TC.view(torch.int32), ids_TC, local_E, hidden_YN.view(torch.int32),
+            weights_YC.view(torch.int32), local_YC, tokens, first, here, rows,
+            H=words_TH.shape[1], C=choices, BLOCK_H=block_h, BLOCK_C=block_c,
+            LANES=max(others * block_c, _THREADS * warps), OTHERS=others,
             **buffers.arguments(),
-            MANY=many,
-            PDL=pdl,
-            num_warps=warps,
-            launch_pdl=pdl,
-        )
+            MANY=many, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
     return hidden_YN, weights_YC, local_YC

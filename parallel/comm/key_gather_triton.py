@@ -41,12 +41,8 @@ def _gather_keys_kernel(
     WIDTH: tl.constexpr,  # a power of two, at least width
     LARGEST: tl.constexpr,  # the largest key of a row travels alone: X is 1; else X is width
     LANES: tl.constexpr,  # powers of two from WORLD and X on, multiplied; at least one a thread
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     from_row, to_row = keys_ptr + row.to(tl.int64) * width, out_ptr + row.to(tl.int64) * WORLD * width
     if PDL:
@@ -101,15 +97,9 @@ def gather_keys(keys_RX: Tensor, buffers: PeerBuffers, *, largest: bool, pdl: bo
     lanes = triton.next_power_of_2(ranks) * (1 if largest else padded)
     warps = max(1, min(8, lanes // _LANES_A_WARP))
     _gather_keys_kernel[(rows,)](
-        keys_RX,
-        out_RX,
-        width=width,
-        WIDTH=padded,
-        LARGEST=largest,
-        LANES=max(lanes, _THREADS * warps),
+        keys_RX, out_RX,
+        width=width, WIDTH=padded, LARGEST=largest, LANES=max(lanes, _THREADS * warps),
         **buffers.arguments(),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_RX

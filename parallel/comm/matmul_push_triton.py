@@ -45,15 +45,9 @@ def sendable(values):
 
 @triton.jit
 def part_row(
-    address,
-    use,
-    rank,
-    row,
-    element: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    address, use, rank, row,
+    element: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Pointers, shaped as ``row``, to ``rank``'s contribution to that row in the buffers at ``address``.
 
     ``use``: how often the row was used before.
@@ -80,11 +74,8 @@ def push(
     mask,  # [R, 1]: which rows exist
     use_counts,  # int32 [R]: how often these rows were used before
     memory,  # WORLD addresses
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Stores some columns of this rank's contribution into every peer's buffers."""
     tile = sendable(tile)
     for rank in tl.static_range(WORLD):

@@ -31,29 +31,10 @@ _WIDTH = 1024  # numbers of a state that one program copies
 
 @triton.jit(do_not_specialize=["rows", "count", "positions", "mask_token"])
 def _lay_out_drafts_kernel(
-    rows_ptr,
-    last_token_ptr,
-    length_ptr,
-    finished_ptr,
-    pages_ptr,
-    live_ptr,
-    out_pages_ptr,
-    position_ptr,
-    kv_slot_ptr,
-    entries_ptr,
-    token_ptr,
-    rows,
-    count,
-    positions,
-    mask_token,
-    words,
-    last_token_stride,
-    max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    CHAIN: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAGES: tl.constexpr,
-):
+    rows_ptr, last_token_ptr, length_ptr, finished_ptr, pages_ptr, live_ptr, out_pages_ptr, position_ptr, kv_slot_ptr,
+    entries_ptr, token_ptr, rows, count, positions, mask_token, words, last_token_stride, max_blocks,
+    BLOCK_SIZE: tl.constexpr, CHAIN: tl.constexpr, COUNT: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + row)
     page_index = part * PAGES + tl.arange(0, PAGES)
@@ -109,16 +90,9 @@ def _keep_newest_kernel(bank_ptr, state_ptr, rows_ptr, last_ptr, gained_ptr, wid
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["seed_ptr", "position_ptr", "kept_ptr"])
 def _script_kernel(
-    seed_ptr,
-    position_ptr,
-    rates_ptr,
-    kept_ptr,
-    seed_stride,
-    position_stride,
-    count,
-    PURPOSE: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    seed_ptr, position_ptr, rates_ptr, kept_ptr, seed_stride, position_stride, count,
+    PURPOSE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
     low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
@@ -157,20 +131,10 @@ def lay_out(
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _lay_out_drafts_kernel[(rows, triton.cdiv(max_blocks, pages))](
         *(rows_B, last_token_B, length_B, finished_B, block_table_SP),
-        *(live_B, pages_BP, place, kv_slots, entries, tokens),
-        rows,
-        count,
-        positions,
-        0 if mask_token is None else mask_token,
-        length_B.stride(0),
-        last_token_B.stride(0),
-        max_blocks,
-        BLOCK_SIZE=block_size,
-        CHAIN=chain,
-        COUNT=triton.next_power_of_2(count),
-        PAGES=pages,
-        num_warps=4,
-    )
+        *(live_B, pages_BP, place, kv_slots, entries, tokens), rows, count, positions,
+        0 if mask_token is None else mask_token, length_B.stride(0), last_token_B.stride(0), max_blocks,
+        BLOCK_SIZE=block_size, CHAIN=chain, COUNT=triton.next_power_of_2(count), PAGES=pages, num_warps=4,
+    )  # fmt: skip
     return live_B, pages_BP, place, kv_slots, entries, tokens
 
 
@@ -180,15 +144,9 @@ def choose(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
     rows, parts = keys_RP.shape
     token_R = torch.empty(rows, dtype=torch.int64, device=keys_RP.device)
     _choose_kernel[(rows,)](
-        keys_RP.contiguous(),
-        token_R if ids_V is None else ids_V,
-        token_R,
-        parts,
-        size,
-        MAPPED=ids_V is not None,
-        PARTS=triton.next_power_of_2(parts),
-        num_warps=1,
-    )
+        keys_RP.contiguous(), token_R if ids_V is None else ids_V, token_R, parts, size,
+        MAPPED=ids_V is not None, PARTS=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
     return token_R
 
 
@@ -205,16 +163,8 @@ def script(seed_B: Tensor, position_B: Tensor, rates_Q: Tensor, *, purpose: int)
     """synthetic.kept_in_torch: int32 [B]. Seed int64 and position int32, of any stride; rates float32, contiguous."""
     kept_B = torch.empty(len(seed_B), dtype=torch.int32, device=seed_B.device)
     _script_kernel[(len(seed_B),)](
-        seed_B,
-        position_B,
-        rates_Q,
-        kept_B,
-        seed_B.stride(0),
-        position_B.stride(0),
-        len(rates_Q),
-        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-        COUNT=triton.next_power_of_2(len(rates_Q)),
-        num_warps=1,
+        seed_B, position_B, rates_Q, kept_B, seed_B.stride(0), position_B.stride(0), len(rates_Q),
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, COUNT=triton.next_power_of_2(len(rates_Q)), num_warps=1,
         **EXACT,
-    )
+    )  # fmt: skip
     return kept_B

@@ -63,18 +63,9 @@ def _shortlist_kernel(
 
 @triton.jit(do_not_specialize=["parts", "size"])
 def _merge_kernel(
-    records_ptr,
-    map_ptr,
-    out_ptr,
-    out_logprob_ptr,
-    parts,
-    size,
-    COUNT: tl.constexpr,
-    FINAL: tl.constexpr,
-    MAPPED: tl.constexpr,
-    PARTS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    records_ptr, map_ptr, out_ptr, out_logprob_ptr, parts, size,
+    COUNT: tl.constexpr, FINAL: tl.constexpr, MAPPED: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """One record of ``parts`` records, or, of the last ones (FINAL), ids and log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = records_ptr + row * parts * (COUNT + 1)
@@ -135,16 +126,8 @@ def _merge(
     rows, width = records_RX.shape
     parts = width // (count + 1)
     _merge_kernel[(rows,)](
-        records_RX,
-        records_RX if ids_V is None else ids_V,
-        out,
-        out if out_logprobs is None else out_logprobs,
-        parts,
+        records_RX, records_RX if ids_V is None else ids_V, out, out if out_logprobs is None else out_logprobs, parts,
         size,
-        COUNT=count,
-        FINAL=out_logprobs is not None,
-        MAPPED=ids_V is not None,
-        PARTS=triton.next_power_of_2(parts),
-        KEYS=triton.next_power_of_2(parts * count),
-        num_warps=4,
-    )
+        COUNT=count, FINAL=out_logprobs is not None, MAPPED=ids_V is not None, PARTS=triton.next_power_of_2(parts),
+        KEYS=triton.next_power_of_2(parts * count), num_warps=4,
+    )  # fmt: skip

@@ -17,18 +17,9 @@ _PLACES = 2048  # that a program looks at together
 
 @triton.jit
 def _look_up_kernel(
-    history_ptr,
-    rows_ptr,
-    length_ptr,
-    out_ptr,
-    positions,
-    length_stride,
-    count,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    PLACES: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    history_ptr, rows_ptr, length_ptr, out_ptr, positions, length_stride, count,
+    LOW: tl.constexpr, HIGH: tl.constexpr, PLACES: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tokens_ptr = history_ptr + tl.load(rows_ptr + row) * positions
     length = tl.load(length_ptr + row * length_stride)
@@ -58,17 +49,7 @@ def look_up(history_SL: Tensor, rows_B: Tensor, length_B: Tensor, count: int, lo
     """ngram.look_up_in_torch of a contiguous history. ``length_B``: a column of records, of any stride."""
     proposed_BQ = torch.empty(len(rows_B), count, dtype=torch.int64, device=rows_B.device)
     _look_up_kernel[(len(rows_B),)](
-        history_SL,
-        rows_B,
-        length_B,
-        proposed_BQ,
-        history_SL.shape[1],
-        length_B.stride(0),
-        count,
-        LOW=low,
-        HIGH=high,
-        PLACES=_PLACES,
-        COUNT=triton.next_power_of_2(count),
-        num_warps=8,
-    )
+        history_SL, rows_B, length_B, proposed_BQ, history_SL.shape[1], length_B.stride(0), count,
+        LOW=low, HIGH=high, PLACES=_PLACES, COUNT=triton.next_power_of_2(count), num_warps=8,
+    )  # fmt: skip
     return proposed_BQ

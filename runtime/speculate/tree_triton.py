@@ -22,15 +22,9 @@ def _weight(logprob):
 
 @triton.jit
 def _grow_kernel(
-    ids_ptr,
-    logprobs_ptr,
-    tokens_ptr,
-    parents_ptr,
-    COUNT: tl.constexpr,
-    PLACES: tl.constexpr,
-    RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    ids_ptr, logprobs_ptr, tokens_ptr, parents_ptr,
+    COUNT: tl.constexpr, PLACES: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     ids, logprobs = ids_ptr + row * PLACES * RANKS, logprobs_ptr + row * PLACES * RANKS
     lane = tl.arange(0, LANES)
@@ -67,14 +61,7 @@ def grow_trees(ids_BQC: Tensor, logprobs_BQC: Tensor, count: int) -> tuple[Tenso
     rows, places, ranks = ids_BQC.shape
     tokens_BQ, parents_BQ = (torch.empty(rows, count, dtype=torch.int64, device=ids_BQC.device) for _ in range(2))
     _grow_kernel[(rows,)](
-        ids_BQC.contiguous(),
-        logprobs_BQC.contiguous(),
-        tokens_BQ,
-        parents_BQ,
-        COUNT=count,
-        PLACES=places,
-        RANKS=ranks,
-        LANES=triton.next_power_of_2(count + 1),
-        num_warps=1,
-    )
+        ids_BQC.contiguous(), logprobs_BQC.contiguous(), tokens_BQ, parents_BQ,
+        COUNT=count, PLACES=places, RANKS=ranks, LANES=triton.next_power_of_2(count + 1), num_warps=1,
+    )  # fmt: skip
     return tokens_BQ, parents_BQ

@@ -100,56 +100,27 @@ def by_pointers(
 @triton.jit(do_not_specialize=["fewest", "longest", "most"])
 def _decode_attention_kernel(
     q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
-    keys_ptr,
-    values_ptr,
-    page_table_ptr,
-    lengths_ptr,
+    keys_ptr, values_ptr, page_table_ptr, lengths_ptr,
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
     out_scale_ptr,  # where out is codes, a scale for each head
-    out_pitch,
-    partial_ptr,
-    stats_ptr,
-    counter_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    eps,
+    out_pitch, partial_ptr, stats_ptr, counter_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, eps,
     scale_log2e,
     cap,  # query.kind_arguments
     sinks_ptr,  # float32 [H], when SINKS
-    table_width,
-    K,
+    table_width, K,
     fewest,  # decode_work.SplitRule
-    longest,
-    most,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
+    longest, most,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to what the tensor cores take
     REAL_ROWS: tl.constexpr,  # the same, padded to a power of two only
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
-    FAN: tl.constexpr,
-    MERGE: tl.constexpr,
-    ALONE: tl.constexpr,
-    APART: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
-    ROPE: tl.constexpr,
-    NORM: tl.constexpr,
-    ROTARY: tl.constexpr,
+    FAN: tl.constexpr, MERGE: tl.constexpr, ALONE: tl.constexpr, APART: tl.constexpr, SKIP_EMPTY: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -233,49 +204,19 @@ def decode_attention(
     elif merged is None:  # more than most rows have would only take registers, and with them other programs' place
         merged = min(8192 // (real_rows * block_d), power_of_two_above(rule.fewest))
     _decode_attention_kernel[(kv_heads, rows, most)](
-        q_TX,
-        kv_layer[0],
-        kv_layer[1],
-        inputs.page_table_BP,
-        inputs.kv_lengths_B,
-        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
-        out,
-        *out_scale,
-        workspace,
-        stats,
-        counters,
-        *rotation_arguments(rotation, q_TX),
-        *kind_arguments(kind, scale, q_TX),
-        inputs.page_table_BP.stride(0),
-        kv_heads,
-        rule.fewest,
-        rule.longest,
-        most,
-        GROUP=group,
-        D=head_dim,
-        BLOCK_D=block_d,
-        PAGE=page,
-        QUERY_LEN=inputs.query_len,
-        ROWS=max(16, real_rows),
-        REAL_ROWS=real_rows,
-        BLOCK_N=rule.block,
-        STAGES=stages,
-        LINES=max(1, block_d * kv_layer.element_size() // 128),
-        FAN=MERGED_AT_ONCE,
-        MERGE=max(1, min(MERGED_AT_ONCE, merged)),
-        ALONE=most == 1,
-        APART=apart,
-        SKIP_EMPTY=inputs.skip_empty,
-        CAUSAL=inputs.causal,
-        TREE=inputs.tree_BQ is not None,
-        ROPE=rotation is not None,
+        q_TX, kv_layer[0], kv_layer[1], inputs.page_table_BP, inputs.kv_lengths_B,
+        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ, out, *out_scale, workspace, stats, counters,
+        *rotation_arguments(rotation, q_TX), *kind_arguments(kind, scale, q_TX), inputs.page_table_BP.stride(0),
+        kv_heads, rule.fewest, rule.longest, most,
+        GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=page, QUERY_LEN=inputs.query_len, ROWS=max(16, real_rows),
+        REAL_ROWS=real_rows, BLOCK_N=rule.block, STAGES=stages, LINES=max(1, block_d * kv_layer.element_size() // 128),
+        FAN=MERGED_AT_ONCE, MERGE=max(1, min(MERGED_AT_ONCE, merged)), ALONE=most == 1, APART=apart,
+        SKIP_EMPTY=inputs.skip_empty, CAUSAL=inputs.causal, TREE=inputs.tree_BQ is not None, ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
         **kind_constants(kind),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     if apart and most > 1:
         merge_splits(out_THD, heads, head_dim, inputs, rule, kv_heads, workspace, stats, pdl, kind)
     return out

@@ -115,60 +115,34 @@ def _by_tma(
 @triton.jit(do_not_specialize=["most"])
 def _attend_list_kernel(
     q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
-    keys_ptr,
-    values_ptr,
+    keys_ptr, values_ptr,
     keys_desc,  # when TMA: the same as keys_ptr, [pages * S, K * D] in boxes of [BLOCK_N, D]
-    values_desc,
-    page_table_ptr,
+    values_desc, page_table_ptr,
     units_ptr,  # DecodeWork.units_U4
     starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
     queries_ptr,
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
     out_scale_ptr,  # where out is codes, a scale for each head
-    out_pitch,
-    partial_ptr,
-    stats_ptr,
-    counter_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    eps,
+    out_pitch, partial_ptr, stats_ptr, counter_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, eps,
     scale_log2e,
     cap,  # query.kind_arguments
     sinks_ptr,  # float32 [H], when SINKS
-    table_width,
-    most,
-    K,
-    TMA: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
+    table_width, most, K,
+    TMA: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to what the tensor cores take
     REAL_ROWS: tl.constexpr,  # the same, padded to a power of two only
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
-    FAN: tl.constexpr,
-    MERGE: tl.constexpr,
-    ALONE: tl.constexpr,
+    FAN: tl.constexpr, MERGE: tl.constexpr, ALONE: tl.constexpr,
     ONE_NEWEST: tl.constexpr,  # a token a row: the only block that TMA does not load
-    RAGGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
-    ROPE: tl.constexpr,
-    NORM: tl.constexpr,
+    RAGGED: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
     ROTARY: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
     BLOCK: tl.constexpr,  # of the list's rule: windows begin at multiples of it
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     item = tl.program_id(0)
     programs = tl.num_programs(0)
     # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
@@ -303,51 +277,23 @@ def attend_list(
     boxes = kv_layer.view(2, -1, kv_heads * head_dim) if tma else kv_layer
     keys, values = (TensorDescriptor.from_tensor(each, [block_n, head_dim]) if tma else each for each in boxes)
     _attend_list_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
-        q_TX,
-        kv_layer[0],
-        kv_layer[1],
-        keys,
-        values,
-        inputs.page_table_BP,
-        work.units_U4,
+        q_TX, kv_layer[0], kv_layer[1], keys, values, inputs.page_table_BP, work.units_U4,
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
         inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
-        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
-        out,
-        *out_scale,
-        workspace,
-        workspace[slots * real_rows * block_d :] if most > 1 else workspace,
-        counters,
-        *rotation_arguments(rotation, q_TX),
-        *kind_arguments(kind, scale, q_TX),
-        inputs.page_table_BP.stride(0),
-        most,
+        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ, out, *out_scale, workspace,
+        workspace[slots * real_rows * block_d :] if most > 1 else workspace, counters,
+        *rotation_arguments(rotation, q_TX), *kind_arguments(kind, scale, q_TX), inputs.page_table_BP.stride(0), most,
         kv_heads,
-        TMA=tma,
-        GROUP=group,
-        D=head_dim,
-        BLOCK_D=block_d,
-        PAGE=page,
-        QUERY_LEN=inputs.query_len,
-        ROWS=max(_FEWEST_QUERY_ROWS[not tma], real_rows),
-        REAL_ROWS=real_rows,
-        BLOCK_N=block_n,
-        STAGES=stages,
-        LINES=max(1, block_d * kv_layer.element_size() // LINE_BYTES),
-        FAN=MERGED_AT_ONCE,
-        MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps),
-        ALONE=most == 1,
-        ONE_NEWEST=inputs.query_len == 1,
-        RAGGED=inputs.starts_B is not None,
-        CAUSAL=inputs.causal,
-        TREE=inputs.tree_BQ is not None,
-        ROPE=rotation is not None,
+        TMA=tma, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=page, QUERY_LEN=inputs.query_len,
+        ROWS=max(_FEWEST_QUERY_ROWS[not tma], real_rows), REAL_ROWS=real_rows, BLOCK_N=block_n, STAGES=stages,
+        LINES=max(1, block_d * kv_layer.element_size() // LINE_BYTES), FAN=MERGED_AT_ONCE,
+        MERGE=merged_at_once(real_rows, block_d, MERGED_AT_ONCE, warps), ALONE=most == 1,
+        ONE_NEWEST=inputs.query_len == 1, RAGGED=inputs.starts_B is not None, CAUSAL=inputs.causal,
+        TREE=inputs.tree_BQ is not None, ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
         BLOCK=work.rule.block if kind.window else 1,
         **kind_constants(kind),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out

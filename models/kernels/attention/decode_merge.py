@@ -62,23 +62,15 @@ def finish_unit(
     row,
     token,  # the row's first
     count,  # its tokens
-    head,
-    split,
-    splits,
-    most,
-    K,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    REAL_ROWS: tl.constexpr,
+    head, split, splits, most, K,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, REAL_ROWS: tl.constexpr,
     FAN: tl.constexpr,
     MERGE: tl.constexpr,  # partial results loaded at once
     ALONE: tl.constexpr,  # no row has a second split
     APART: tl.constexpr = False,  # merge_splits follows
     SINKS: tl.constexpr = False,
     sinks_ptr=None,  # float32 [H]
-):
+):  # fmt: skip
     if SINKS and ALONE:
         total = with_sinks(total, peak, sinks_ptr, head * GROUP + tl.arange(0, ROWS) % GROUP)
     if ALONE:
@@ -140,13 +132,9 @@ def write_rows(
     token,  # the row's first
     head,
     base,  # the first query row
-    count,
-    K,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    count, K,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Stores acc / total."""
     rows, dims = base + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -173,17 +161,9 @@ def _keep(partial, stats, slot, acc, peak, total, BLOCK_D: tl.constexpr, ROWS: t
 
 @triton.jit
 def _merged(
-    partial,
-    stats,
-    first,
-    count,
-    base,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    REAL_ROWS: tl.constexpr,
-    FAN: tl.constexpr,
-    MERGE: tl.constexpr,
-):
+    partial, stats, first, count, base,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, REAL_ROWS: tl.constexpr, FAN: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
     """(sums [ROWS, BLOCK_D], maximum, total) of ``count`` partial results from ``first`` on, at most FAN; of ROWS query
     rows from ``base`` on."""
     rows, dims, parts = base + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, FAN)
@@ -214,31 +194,17 @@ def merged_at_once(real_rows: int, block_d: int, fan: int, warps: int) -> int:
 
 @triton.jit(do_not_specialize=["fewest", "longest", "most"])
 def _merge_splits_kernel(
-    lengths_ptr,
-    out_ptr,
-    out_scale_ptr,
-    out_pitch,
+    lengths_ptr, out_ptr, out_scale_ptr, out_pitch,
     partial_ptr,  # float32 [B * K, most, REAL_ROWS, BLOCK_D]
     stats_ptr,  # float32 [B * K, most, 2, REAL_ROWS]
-    sinks_ptr,
-    K,
+    sinks_ptr, K,
     fewest,  # decode_work.SplitRule
-    longest,
-    most,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    REAL_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    longest, most,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERY_LEN: tl.constexpr, ROWS: tl.constexpr,
+    REAL_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # at least ``most``
-    MERGE: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    MERGE: tl.constexpr, SKIP_EMPTY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     base = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -276,28 +242,9 @@ def merge_splits(
     few = min(_QUERY_ROWS, real_rows)
     most = power_of_two_above(rule.most)
     _merge_splits_kernel[(real_rows // few, kv_heads, rows)](
-        inputs.kv_lengths_B,
-        *memory_of(out),
-        partial,
-        stats,
-        stats if kind.sinks_H is None else kind.sinks_H,
-        kv_heads,
-        rule.fewest,
-        rule.longest,
-        rule.most,
-        GROUP=heads // kv_heads,
-        D=head_dim,
-        BLOCK_D=padded_dim(head_dim),
-        QUERY_LEN=inputs.query_len,
-        ROWS=few,
-        REAL_ROWS=real_rows,
-        BLOCK_N=rule.block,
-        SPLITS=most,
-        MERGE=min(_AT_ONCE, most),
-        SKIP_EMPTY=inputs.skip_empty,
-        WINDOW=kind.window or 0,
-        SINKS=kind.sinks_H is not None,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        inputs.kv_lengths_B, *memory_of(out), partial, stats, stats if kind.sinks_H is None else kind.sinks_H, kv_heads,
+        rule.fewest, rule.longest, rule.most,
+        GROUP=heads // kv_heads, D=head_dim, BLOCK_D=padded_dim(head_dim), QUERY_LEN=inputs.query_len, ROWS=few,
+        REAL_ROWS=real_rows, BLOCK_N=rule.block, SPLITS=most, MERGE=min(_AT_ONCE, most), SKIP_EMPTY=inputs.skip_empty,
+        WINDOW=kind.window or 0, SINKS=kind.sinks_H is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip

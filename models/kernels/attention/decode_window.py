@@ -43,37 +43,20 @@ QUERY_ROWS = range(16, 129)  # of a kv head
 @triton.jit(do_not_specialize=["most"])
 def _attend_window_kernel(
     q_ptr,  # [T, H, D]
-    keys_ptr,
-    values_ptr,
+    keys_ptr, values_ptr,
     keys_desc,  # the same as keys_ptr: [pages * S, K * D] in boxes of [BLOCK_N, D]
-    values_desc,
-    page_table_ptr,
+    values_desc, page_table_ptr,
     units_ptr,  # DecodeWork.units_U4
     tree_ptr,  # int32 [B, QUERY_LEN], when TREE: DecodeAttention.tree_BQ
     out_ptr,
     out_scale_ptr,  # where out is codes, a scale for each head
-    out_pitch,
-    partial_ptr,
-    stats_ptr,
-    counter_ptr,
-    scale_log2e,
-    table_width,
-    most,
-    K,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
+    out_pitch, partial_ptr, stats_ptr, counter_ptr, scale_log2e, table_width, most, K,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, QUERY_LEN: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP * QUERY_LEN, padded to a power of two
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
-    FAN: tl.constexpr,
-    ALONE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TREE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    FAN: tl.constexpr, ALONE: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     item = tl.program_id(0)
     programs = tl.num_programs(0)
     # Read before the wait: the predecessor wrote q and the newest keys, but never the list or a page.
@@ -184,37 +167,13 @@ def attend_windows(
     block_n, boxes = work.rule.block, kv_layer.view(2, -1, kv_heads * head_dim)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
     _attend_window_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
-        q_THD,
-        kv_layer[0],
-        kv_layer[1],
-        TensorDescriptor.from_tensor(boxes[0], [block_n, head_dim]),
-        TensorDescriptor.from_tensor(boxes[1], [block_n, head_dim]),
-        inputs.page_table_BP,
-        work.units_U4,
-        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ,
-        out,
-        *out_scale,
-        workspace,
-        workspace[slots * query_rows * head_dim :] if most > 1 else workspace,
-        counters,
-        scale * LOG2_E,
-        inputs.page_table_BP.stride(0),
-        most,
-        kv_heads,
-        GROUP=group,
-        D=head_dim,
-        PAGE=page,
-        QUERY_LEN=inputs.query_len,
-        ROWS=query_rows,
-        BLOCK_N=block_n,
-        STAGES=stages,
-        LINES=max(1, head_dim * kv_layer.element_size() // LINE_BYTES),
-        FAN=MERGED_AT_ONCE,
-        ALONE=most == 1,
-        CAUSAL=inputs.causal,
-        TREE=inputs.tree_BQ is not None,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        q_THD, kv_layer[0], kv_layer[1], TensorDescriptor.from_tensor(boxes[0], [block_n, head_dim]),
+        TensorDescriptor.from_tensor(boxes[1], [block_n, head_dim]), inputs.page_table_BP, work.units_U4,
+        work.units_U4 if inputs.tree_BQ is None else inputs.tree_BQ, out, *out_scale, workspace,
+        workspace[slots * query_rows * head_dim :] if most > 1 else workspace, counters, scale * LOG2_E,
+        inputs.page_table_BP.stride(0), most, kv_heads,
+        GROUP=group, D=head_dim, PAGE=page, QUERY_LEN=inputs.query_len, ROWS=query_rows, BLOCK_N=block_n, STAGES=stages,
+        LINES=max(1, head_dim * kv_layer.element_size() // LINE_BYTES), FAN=MERGED_AT_ONCE, ALONE=most == 1,
+        CAUSAL=inputs.causal, TREE=inputs.tree_BQ is not None, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out

@@ -126,19 +126,12 @@ def splits_of_rows(lengths, block, fewest, longest, most, SKIP_EMPTY: tl.constex
 def _plan_decode_kernel(
     lengths_ptr,
     units_ptr,  # int32 [1 + rows * most, 4]
-    rows,
-    block,
-    fewest,
-    longest,
-    most,
+    rows, block, fewest, longest, most,
     QUERY_LEN: tl.constexpr,  # of the two, 0 where there is no window
     WINDOW: tl.constexpr,
     ALL: tl.constexpr,  # at least ``rows``
-    ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SKIP_EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -177,21 +170,8 @@ def plan_decode(inputs: DecodeAttention, rule: SplitRule, pdl: bool, window: int
     rows = inputs.kv_lengths_B.shape[0]
     units_U4 = torch.empty(1 + rows * rule.most, 4, dtype=torch.int32, device=inputs.kv_lengths_B.device)
     _plan_decode_kernel[(-(-rows // _ROWS),)](
-        inputs.kv_lengths_B,
-        units_U4,
-        rows,
-        rule.block,
-        rule.fewest,
-        rule.longest,
-        rule.most,
-        QUERY_LEN=inputs.query_len if window else 0,
-        WINDOW=window or 0,
-        ALL=max(_ROWS, power_of_two_above(rows)),
-        ROWS=_ROWS,
-        AT_ONCE=_AT_ONCE,
-        SKIP_EMPTY=inputs.skip_empty,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        inputs.kv_lengths_B, units_U4, rows, rule.block, rule.fewest, rule.longest, rule.most,
+        QUERY_LEN=inputs.query_len if window else 0, WINDOW=window or 0, ALL=max(_ROWS, power_of_two_above(rows)),
+        ROWS=_ROWS, AT_ONCE=_AT_ONCE, SKIP_EMPTY=inputs.skip_empty, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return DecodeWork(units_U4, rule)

@@ -37,20 +37,13 @@ _FIELDS = 3  # of a tile: row of the page table, its first key, keys of the row
 
 @triton.jit
 def _gather_kernel(
-    keys_ptr,
-    values_ptr,
-    table_ptr,
+    keys_ptr, values_ptr, table_ptr,
     tiles_ptr,  # [1 + tiles, 3]; the first entry is how many follow
-    keys_out_ptr,
-    values_out_ptr,
-    table_stride,
-    page_stride,
+    keys_out_ptr, values_out_ptr, table_stride, page_stride,
     WIDTH: tl.constexpr,  # elements of a token's keys, all heads
     COLUMNS: tl.constexpr,  # of them at once
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-):
+    PAGE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     parts: tl.constexpr = TILE // PART
     items = tl.load(tiles_ptr) * parts
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -140,21 +133,11 @@ class GatheredPages:
                 f"{self._page} and {inner} within a page"
             )
         _gather_kernel[(self._programs,)](
-            keys_pages,
-            values_pages,
-            self._table_BP,
-            self._tiles,
-            self._keys_SKD,
-            self._values_SKD,
-            self._table_BP.stride(0),
-            keys_pages.stride(0),
-            WIDTH=width,
-            COLUMNS=min(1024, triton.next_power_of_2(width)),
-            PAGE=page,
-            TILE=TILE,
-            PART=_PART,
+            keys_pages, values_pages, self._table_BP, self._tiles, self._keys_SKD, self._values_SKD,
+            self._table_BP.stride(0), keys_pages.stride(0),
+            WIDTH=width, COLUMNS=min(1024, triton.next_power_of_2(width)), PAGE=page, TILE=TILE, PART=_PART,
             num_warps=8,
-        )
+        )  # fmt: skip
         return self._keys_SKD, self._values_SKD
 
 

@@ -175,12 +175,9 @@ def _load_queries(q_ptr, count, H, PACK: tl.constexpr, BLOCK_M: tl.constexpr, D:
 @triton.jit(do_not_specialize=["items"])
 def _invariant_prefill_kernel(
     q_ptr,  # [T, H, D]
-    keys_ptr,
-    values_ptr,
-    page_table_ptr,
+    keys_ptr, values_ptr, page_table_ptr,
     tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
-    out_ptr,
-    scale_log2e,
+    out_ptr, scale_log2e,
     cap,  # query.kind_arguments
     sinks_ptr,  # float32 [H], when SINKS
     table_width,
@@ -188,18 +185,10 @@ def _invariant_prefill_kernel(
     K,
     GROUP: tl.constexpr,  # query heads of a key and value head
     PACK: tl.constexpr,  # of these, how many share a tile; divides GROUP
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,  # keys of a chunk
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -231,10 +220,7 @@ def _invariant_prefill_kernel(
 @triton.jit(do_not_specialize=["most"])
 def _invariant_decode_kernel(
     q_ptr,  # [T, H, D]
-    keys_ptr,
-    values_ptr,
-    page_table_ptr,
-    lengths_ptr,
+    keys_ptr, values_ptr, page_table_ptr, lengths_ptr,
     starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
     queries_ptr,
     seen_ptr,  # int32 [B, NODES], with NODES: what each node sees; it is a row by itself then
@@ -242,33 +228,16 @@ def _invariant_decode_kernel(
     partial_ptr,  # float32 [units, most, REAL_ROWS, BLOCK_D]; a unit is a row's tile of queries
     stats_ptr,  # float32 [units, most, 2, REAL_ROWS]: maximum and sum
     counter_ptr,  # int32 [units]
-    scale_log2e,
-    cap,
-    sinks_ptr,
-    table_width,
-    K,
+    scale_log2e, cap, sinks_ptr, table_width, K,
     most,  # chunks of a row
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    QUERY_LEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     REAL_ROWS: tl.constexpr,  # rows of a tile that can be queries, padded to a power of two
-    LENGTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    LENGTH: tl.constexpr, STAGES: tl.constexpr,
     APART: tl.constexpr,  # a row's chunks are shared by several programs
-    RAGGED: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    NODES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    RAGGED: tl.constexpr, SKIP_EMPTY: tl.constexpr, CAUSAL: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -460,41 +429,16 @@ def decode_attention(
     if slots * (block_d + 2) > workspace.numel() or rows * units > counters.numel():
         sharing = 1
     _invariant_decode_kernel[(units, rows, sharing)](
-        q_THD.contiguous(),
-        kv_layer[0],
-        kv_layer[1],
-        inputs.page_table_BP,
-        inputs.kv_lengths_B,
+        q_THD.contiguous(), kv_layer[0], kv_layer[1], inputs.page_table_BP, inputs.kv_lengths_B,
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,
         inputs.kv_lengths_B if inputs.queries_B is None else inputs.queries_B,
-        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ,
-        out_THD,
-        workspace,
-        workspace[slots * block_d :] if sharing > 1 else workspace,
-        counters,
-        *kind_arguments(kind, scale, q_THD),
-        inputs.page_table_BP.stride(0),
-        kv_heads,
-        most,
-        GROUP=heads // kv_heads,
-        PACK=pack,
-        D=head_dim,
-        BLOCK_D=block_d,
-        PAGE=page,
-        QUERY_LEN=query_len,
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        REAL_ROWS=real_rows,
-        LENGTH=chunk,
-        STAGES=blocks.stages,
-        APART=sharing > 1,
-        RAGGED=inputs.starts_B is not None,
-        SKIP_EMPTY=inputs.skip_empty,
-        CAUSAL=inputs.causal,
-        NODES=nodes,
+        inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ, out_THD, workspace,
+        workspace[slots * block_d :] if sharing > 1 else workspace, counters, *kind_arguments(kind, scale, q_THD),
+        inputs.page_table_BP.stride(0), kv_heads, most,
+        GROUP=heads // kv_heads, PACK=pack, D=head_dim, BLOCK_D=block_d, PAGE=page, QUERY_LEN=query_len,
+        BLOCK_M=blocks.m, BLOCK_N=blocks.n, REAL_ROWS=real_rows, LENGTH=chunk, STAGES=blocks.stages, APART=sharing > 1,
+        RAGGED=inputs.starts_B is not None, SKIP_EMPTY=inputs.skip_empty, CAUSAL=inputs.causal, NODES=nodes,
         **kind_constants(kind),
-        PDL=pdl,
-        num_warps=blocks.warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=blocks.warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_THD

@@ -42,12 +42,9 @@ class Blocks:
 @triton.jit(do_not_specialize=["items"])
 def _prefill_attention_kernel(
     q_ptr,  # [T, H, D]
-    keys_ptr,
-    values_ptr,
-    page_table_ptr,
+    keys_ptr, values_ptr, page_table_ptr,
     tiles_ptr,  # int32 [tiles, 4]: first token, tokens (0: nothing to do), the first's position, row of the page table
-    out_ptr,
-    scale_log2e,
+    out_ptr, scale_log2e,
     cap,  # query.kind_arguments
     sinks_ptr,  # float32 [H], when SINKS
     table_width,
@@ -55,17 +52,11 @@ def _prefill_attention_kernel(
     K,
     GROUP: tl.constexpr,  # query heads of a key and value head
     PACK: tl.constexpr,  # of these, how many share a tile; divides GROUP
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
-    CAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -261,30 +252,13 @@ def launch_over_tiles(
     q_THD, out_THD = q_THD.contiguous(), torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     items = planned.count(tokens) * (heads // pack)
     kernel[(max(1, min(items, programs)),)](
-        q_THD,
-        kv_layer[0],
-        kv_layer[1],
-        page_table_BP,
-        planned.tiles,
-        out_THD,
-        *kind_arguments(kind, scale, q_THD),
-        page_table_BP.stride(0),
-        items,
-        kv_heads,
-        GROUP=heads // kv_heads,
-        PACK=pack,
-        D=head_dim,
-        BLOCK_D=padded_dim(head_dim),
-        PAGE=page,
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        STAGES=blocks.stages,
-        **constants,
-        **kind_constants(kind),
-        PDL=pdl,
-        num_warps=blocks.warps,
-        launch_pdl=pdl,
-    )
+        q_THD, kv_layer[0], kv_layer[1], page_table_BP, planned.tiles, out_THD, *kind_arguments(kind, scale, q_THD),
+        page_table_BP.stride(0), items, kv_heads,
+        GROUP=heads // kv_heads, PACK=pack, D=head_dim, BLOCK_D=padded_dim(head_dim), PAGE=page, BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n, STAGES=blocks.stages,
+        **constants, **kind_constants(kind),
+        PDL=pdl, num_warps=blocks.warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_THD
 
 

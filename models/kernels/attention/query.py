@@ -23,21 +23,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def steady_of_rotation(
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    row,
-    head,
-    K,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROPE: tl.constexpr,
-    NORM: tl.constexpr,
+    cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
     there=True,
-):
+):  # fmt: skip
     """What ``query`` may read before the wait: the predecessor wrote q, but never a position or a slot.
 
     Nothing is loaded unless ``there``, a scalar.
@@ -57,23 +46,16 @@ def steady_of_rotation(
 @triton.jit
 def query(
     q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
-    keys_ptr,
-    values_ptr,
-    steady,
-    eps,
+    keys_ptr, values_ptr, steady, eps,
     first,  # the row's first token, the only one when ROPE
     count,  # its tokens
     head,
     rows,  # indices of the program's query rows: token by token, the heads of the group
     newest,  # whether this program writes the row's newest key and value, when ROPE
     K,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROPE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, ROPE: tl.constexpr,
     NORM: tl.constexpr,
-):
+):  # fmt: skip
     """The queries of one row and kv head [rows, BLOCK_D] in q's dtype; zeros beyond GROUP * count."""
     dims = tl.arange(0, BLOCK_D)
     token = first + rows // GROUP
@@ -104,19 +86,10 @@ def query(
 
 @triton.jit
 def block_to_l2(
-    keys_ptr,
-    values_ptr,
-    table_row,
-    block,
-    length,
-    head,
-    K,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    keys_ptr, values_ptr, table_row, block, length, head, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     LINES: tl.constexpr,  # 128-byte lines of a head
-):
+):  # fmt: skip
     """Prefetches a block of one head's keys and values to L2. Before the wait all but the newest are already there."""
     ahead = block * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.load(table_row + ahead // PAGE, mask=ahead < length, other=0, cache_modifier=".cg").to(tl.int64)

@@ -47,15 +47,9 @@ def normed_and_rotated(
     base_ptr,  # [rows] pointers to the first element of each head
     row_mask,
     norm,  # [BLOCK_D] float32, and the same at each dim's partner
-    partner_norm,
-    cos,
-    sin,
-    eps,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    partner_norm, cos, sin, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Heads [rows, BLOCK_D] in float32: RMS-normed if NORM, then the first ROTARY dims rotated."""
     dims = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (dims < D)[None, :]
@@ -81,28 +75,16 @@ def norm_weights(norm_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.co
 
 @triton.jit
 def _rope_and_cache_kernel(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    cache_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
     factors_ptr,  # float32 [2, K], when SCALED: Rotation.kv_factors_2K
-    q_out_ptr,
-    eps,
+    q_out_ptr, eps,
     value_offset,  # elements from the key pages to the value pages
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr,  # elements from a token's qkv to the next one's
-    BLOCK_D: tl.constexpr,
-    ROTARY: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one kind that a program takes
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -170,28 +152,13 @@ def rope_and_cache(
         heads_a_program = 4 if tokens <= 64 else 8
     blocks = triton.cdiv(heads, heads_a_program) + 2 * triton.cdiv(kv_heads, heads_a_program)
     _rope_and_cache_kernel[(tokens, blocks)](
-        qkv_TX,
-        qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
-        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D,
-        rotation.cos_sin_LR,
-        rotation.positions_T,
-        rotation.kv_slots_T,
-        kv_layer,
-        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K,
-        q_THD,
-        rotation.eps,
+        qkv_TX, qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
+        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D, rotation.cos_sin_LR, rotation.positions_T,
+        rotation.kv_slots_T, kv_layer,
+        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K, q_THD, rotation.eps,
         kv_layer.stride(0),
-        H=heads,
-        K=kv_heads,
-        D=head_dim,
-        ROW=qkv_TX.stride(0),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        ROTARY=rotation.cos_sin_LR.shape[1],
-        HEADS=heads_a_program,
-        NORM=rotation.q_norm_D is not None,
-        SCALED=rotation.kv_factors_2K is not None,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        H=heads, K=kv_heads, D=head_dim, ROW=qkv_TX.stride(0), BLOCK_D=triton.next_power_of_2(head_dim),
+        ROTARY=rotation.cos_sin_LR.shape[1], HEADS=heads_a_program, NORM=rotation.q_norm_D is not None,
+        SCALED=rotation.kv_factors_2K is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return q_THD

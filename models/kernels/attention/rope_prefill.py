@@ -63,20 +63,14 @@ def _piecewise(x, HALF: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit
 def _store_rotated(
     to_ptr,  # [TOKENS, 1] pointers to where the first head goes
-    halves,
-    cos_sin_ptr,
+    halves, cos_sin_ptr,
     position,  # [TOKENS]
     mask,  # [TOKENS, 1]
     norm_first,  # [TOKENS, HALF] float32, if NORM
-    norm_second,
-    eps,
+    norm_second, eps,
     factors_ptr,  # float32 [HEADS], when SCALED
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PIECE: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    HEADS: tl.constexpr, HALF: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Heads of ``_load_heads``: RMS-normed if NORM, rotated and stored. Sums are in the order of rope_decode.py."""
     dims = tl.arange(0, HALF)[None, :]
     angles_ptr = cos_sin_ptr + (position * (2 * HALF))[:, None] + dims
@@ -101,30 +95,18 @@ def _store_rotated(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rope_and_cache_many_kernel(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    cache_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
     factors_ptr,  # float32 [2, K], when SCALED: Rotation.kv_factors_2K
-    q_out_ptr,
-    eps,
+    q_out_ptr, eps,
     value_offset,  # elements from the key pages to the value pages
     tokens,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     ROW: tl.constexpr,  # elements from a token's qkv to the next one's
     TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,  # of a program; divides H
     KV_HEADS: tl.constexpr,  # divides K
-    PIECE: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PIECE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     q_blocks: tl.constexpr = H // Q_HEADS
     k_blocks: tl.constexpr = K // KV_HEADS
     D: tl.constexpr = 2 * HALF
@@ -200,32 +182,15 @@ def rope_and_cache(
     a_program = max(1, blocks.warps * 32 * _PIECE // half)  # tokens
     grid = triton.cdiv(tokens, a_program) * (heads // q_heads + 2 * (kv_heads // k_heads))
     _rope_and_cache_many_kernel[(grid,)](
-        qkv_TX,
-        qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
-        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D,
-        rotation.cos_sin_LR,
-        rotation.positions_T,
-        rotation.kv_slots_T,
-        kv_layer,
-        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K,
-        q_THD,
-        rotation.eps,
-        kv_layer.stride(0),
-        tokens,
-        H=heads,
-        K=kv_heads,
-        HALF=half,
-        ROW=qkv_TX.stride(0),
-        TOKENS=a_program,
-        Q_HEADS=q_heads,
-        KV_HEADS=k_heads,
-        PIECE=_PIECE,
-        NORM=rotation.q_norm_D is not None,
-        SCALED=rotation.kv_factors_2K is not None,
-        PDL=pdl,
-        num_warps=blocks.warps,
-        launch_pdl=pdl,
-    )
+        qkv_TX, qkv_TX if rotation.q_norm_D is None else rotation.q_norm_D,
+        qkv_TX if rotation.k_norm_D is None else rotation.k_norm_D, rotation.cos_sin_LR, rotation.positions_T,
+        rotation.kv_slots_T, kv_layer,
+        rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K, q_THD, rotation.eps,
+        kv_layer.stride(0), tokens,
+        H=heads, K=kv_heads, HALF=half, ROW=qkv_TX.stride(0), TOKENS=a_program, Q_HEADS=q_heads, KV_HEADS=k_heads,
+        PIECE=_PIECE, NORM=rotation.q_norm_D is not None, SCALED=rotation.kv_factors_2K is not None, PDL=pdl,
+        num_warps=blocks.warps, launch_pdl=pdl,
+    )  # fmt: skip
     return q_THD
 
 

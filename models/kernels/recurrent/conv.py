@@ -65,31 +65,14 @@ def silu(x):
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _conv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    window_ptr,
-    slots_ptr,
-    ends_ptr,
-    positions_ptr,
+    x_ptr, weight_ptr, bias_ptr, window_ptr, slots_ptr, ends_ptr, positions_ptr,
     parents_ptr,  # [rows, EACH], with TREE
     kept_ptr,  # with WHOLE: so many of a row's tokens go to its window
-    out_ptr,
-    x_stride,
-    C,
-    tokens,
-    rows,
-    TAPS: tl.constexpr,
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    TREE: tl.constexpr,
+    out_ptr, x_stride, C, tokens, rows,
+    TAPS: tl.constexpr, EACH: tl.constexpr, RAGGED: tl.constexpr, TREE: tl.constexpr,
     WHOLE: tl.constexpr,  # a program has a row of EACH tokens, and writes its window; neither RAGGED nor TREE
-    BIAS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BIAS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     of_c = channel < C
     inner = tl.arange(0, BLOCK_T)
@@ -143,23 +126,12 @@ def _conv_kernel(
 
 @triton.jit
 def _window_kernel(
-    x_ptr,
-    window_ptr,
-    slots_ptr,
-    ends_ptr,
-    kept_ptr,
+    x_ptr, window_ptr, slots_ptr, ends_ptr, kept_ptr,
     path_ptr,  # [rows, PATH], with PATH
-    positions_ptr,
-    x_stride,
-    C,
-    TAPS: tl.constexpr,
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    KEPT: tl.constexpr,
-    PATH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    positions_ptr, x_stride, C,
+    TAPS: tl.constexpr, EACH: tl.constexpr, RAGGED: tl.constexpr, KEPT: tl.constexpr, PATH: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     start, end = row_bounds(ends_ptr, kept_ptr, row, EACH, RAGGED, KEPT)
@@ -199,54 +171,19 @@ def causal_conv(
     whole = rows.replays and not ragged and rows.tree is None and each <= _MOST_WHOLE
     block_t = triton.next_power_of_2(each) if whole else _TOKENS
     _conv_kernel[(count if whole else triton.cdiv(tokens, block_t), triton.cdiv(channels, block_c))](
-        x_TC,
-        weight_CJ,
-        weight_CJ if bias_C is None else bias_C,
-        window_SJC,
-        rows.slots_B,
-        ends_B,
-        positions_T,
+        x_TC, weight_CJ, weight_CJ if bias_C is None else bias_C, window_SJC, rows.slots_B, ends_B, positions_T,
         rows.slots_B if rows.tree is None else rows.tree.parents_BN,
-        rows.slots_B if rows.kept_B is None else rows.kept_B,
-        out_TC,
-        x_TC.stride(0),
-        channels,
-        tokens,
-        count,
-        TAPS=taps,
-        EACH=each,
-        RAGGED=ragged,
-        TREE=rows.tree is not None,
-        WHOLE=whole,
-        BIAS=bias_C is not None,
-        BLOCK_B=triton.next_power_of_2(count),
-        BLOCK_T=block_t,
-        BLOCK_C=block_c,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        rows.slots_B if rows.kept_B is None else rows.kept_B, out_TC, x_TC.stride(0), channels, tokens, count,
+        TAPS=taps, EACH=each, RAGGED=ragged, TREE=rows.tree is not None, WHOLE=whole, BIAS=bias_C is not None,
+        BLOCK_B=triton.next_power_of_2(count), BLOCK_T=block_t, BLOCK_C=block_c, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     if rows.frozen or whole:
         return out_TC
     wide_c = min(1024, triton.next_power_of_2(channels))
     _window_kernel[(count, triton.cdiv(channels, wide_c))](
-        x_TC,
-        window_SJC,
-        rows.written_B,
-        ends_B,
-        rows.slots_B if rows.kept_B is None else rows.kept_B,
-        rows.slots_B if rows.path_BW is None else rows.path_BW,
-        positions_T,
-        x_TC.stride(0),
-        channels,
-        TAPS=taps,
-        EACH=each,
-        RAGGED=ragged,
-        KEPT=rows.kept_B is not None,
-        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
-        BLOCK_C=wide_c,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        x_TC, window_SJC, rows.written_B, ends_B, rows.slots_B if rows.kept_B is None else rows.kept_B,
+        rows.slots_B if rows.path_BW is None else rows.path_BW, positions_T, x_TC.stride(0), channels,
+        TAPS=taps, EACH=each, RAGGED=ragged, KEPT=rows.kept_B is not None,
+        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1], BLOCK_C=wide_c, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return out_TC

@@ -73,31 +73,14 @@ def _product(x, y, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _prepare_kernel(
-    qkv_ptr,
-    b_ptr,
-    a_ptr,
-    decay_log_ptr,
-    decay_bias_ptr,
-    ends_ptr,
+    qkv_ptr, b_ptr, a_ptr, decay_log_ptr, decay_bias_ptr, ends_ptr,
     pairs_ptr,  # [tokens, HV, P of C | T of C]
     pieces_ptr,  # pairs as float32
     factors_ptr,  # [tokens, HV, e^G of k S^T, negative | of q S^T | e^(G_last - G) beta of k | e^G_last]
-    qkv_stride,
-    gate_stride,
-    scale,
-    most,
-    rows,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    C: tl.constexpr,
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_stride, gate_stride, scale, most, rows,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     k_heads: tl.constexpr = HV // GROUP
     ids = tl.arange(0, BLOCK_B)
@@ -184,30 +167,13 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _scan_kernel(
-    qkv_ptr,
-    state_ptr,
-    slots_ptr,
-    ends_ptr,
-    pairs_ptr,
-    factors_ptr,
-    out_ptr,
-    most,
-    rows,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
+    qkv_ptr, state_ptr, slots_ptr, ends_ptr, pairs_ptr, factors_ptr, out_ptr, most, rows,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr,
     STRIDE: tl.constexpr,  # of qkv
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EACH: tl.constexpr, RAGGED: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     number, head, slice_v = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     ids = tl.arange(0, BLOCK_B)
     if RAGGED:
@@ -330,40 +296,16 @@ def delta_chunks(
     }
     chunks = tokens // chunk + long_rows
     _prepare_kernel[(chunks, heads)](
-        qkv_TC,
-        b_TH,
-        a_TH,
-        rule.decay_log_H,
-        rule.decay_bias_H,
-        ends_B,
-        pairs,
-        pairs.view(torch.float32),
-        factors,
-        qkv_TC.stride(0),
-        a_TH.stride(0),
-        rule.k_dim**-0.5,
-        most,
-        count,
-        num_warps=PREPARE_WARPS_FLOAT32 if wide else PREPARE_WARPS,
-        num_stages=1,
+        qkv_TC, b_TH, a_TH, rule.decay_log_H, rule.decay_bias_H, ends_B, pairs, pairs.view(torch.float32), factors,
+        qkv_TC.stride(0), a_TH.stride(0), rule.k_dim**-0.5, most, count,
+        num_warps=PREPARE_WARPS_FLOAT32 if wide else PREPARE_WARPS, num_stages=1,
         **shape,
-    )
+    )  # fmt: skip
     block_v = min(block_v, SCAN_V_FLOAT32 if wide else SCAN_V)
     _scan_kernel[(triton.cdiv(rule.v_dim, block_v), heads, long_rows)](
-        qkv_TC,
-        state_SHVK,
-        rows.slots_B,
-        ends_B,
-        pairs,
-        factors,
-        out_TV,
-        most,
-        count,
-        V=rule.v_dim,
-        BLOCK_V=block_v,
-        STRIDE=qkv_TC.stride(0),
-        STAGES=scan_stages(block_k, block_v, dtype, shared_bytes),
-        num_warps=SCAN_WARPS_FLOAT32 if wide else SCAN_WARPS,
+        qkv_TC, state_SHVK, rows.slots_B, ends_B, pairs, factors, out_TV, most, count,
+        V=rule.v_dim, BLOCK_V=block_v, STRIDE=qkv_TC.stride(0),
+        STAGES=scan_stages(block_k, block_v, dtype, shared_bytes), num_warps=SCAN_WARPS_FLOAT32 if wide else SCAN_WARPS,
         **shape,
-    )
+    )  # fmt: skip
     return out_TV

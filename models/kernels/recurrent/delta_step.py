@@ -49,17 +49,9 @@ def log_decay(a_ptr, token, stride, decay_log, decay_bias):
 
 @triton.jit
 def _convolved(
-    x_ptr,
-    weight_ptr,
-    window_ptr,
-    slot,
-    position,
-    channel,
-    mask,
-    writes,
-    C,
+    x_ptr, weight_ptr, window_ptr, slot, position, channel, mask, writes, C,
     TAPS: tl.constexpr,
-):
+):  # fmt: skip
     """silu of the convolution at ``position``, whose input is at ``x_ptr``; which is kept where ``writes``."""
     newest = tl.load(x_ptr + channel, mask=mask, other=0.0)
     total = tl.zeros(channel.shape, tl.float32)
@@ -82,35 +74,14 @@ def _convolved(
 
 @triton.jit
 def _conv_step_kernel(
-    qkv_ptr,
-    z_ptr,
-    b_ptr,
-    a_ptr,
-    weight_ptr,
-    window_ptr,
-    decay_log_ptr,
-    decay_bias_ptr,
-    norm_ptr,
-    state_ptr,
-    slots_ptr,
-    positions_ptr,
-    out_ptr,
-    qkv_stride,
-    gate_stride,
-    C,
-    scale,
-    eps,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    qkv_ptr, z_ptr, b_ptr, a_ptr, weight_ptr, window_ptr, decay_log_ptr, decay_bias_ptr, norm_ptr, state_ptr, slots_ptr,
+    positions_ptr, out_ptr, qkv_stride, gate_stride, C, scale, eps,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICE: tl.constexpr,  # values of a head at once
     PARTS: tl.constexpr,  # slices of a head
     STAGES: tl.constexpr,  # slices that are on their way
-    TAPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    TAPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     token = row.to(tl.int64)
     k_head = head // GROUP
@@ -159,36 +130,18 @@ def _conv_step_kernel(
 
 @triton.jit(do_not_specialize=["most"])
 def _steps_kernel(
-    qkv_ptr,
-    b_ptr,
-    a_ptr,
-    decay_log_ptr,
-    decay_bias_ptr,
-    state_ptr,
-    slots_ptr,
-    writes_ptr,
-    ends_ptr,
-    kept_ptr,
+    qkv_ptr, b_ptr, a_ptr, decay_log_ptr, decay_bias_ptr, state_ptr, slots_ptr, writes_ptr, ends_ptr, kept_ptr,
     path_ptr,  # [rows, PATH], with PATH
-    out_ptr,
-    qkv_stride,
-    gate_stride,
-    scale,
-    most,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    out_ptr, qkv_stride, gate_stride, scale, most,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICE: tl.constexpr,  # values of a head that a program has
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
+    EACH: tl.constexpr, RAGGED: tl.constexpr,
     KEPT: tl.constexpr,  # only so many of a row's tokens count
     PATH: tl.constexpr,  # nodes of a path that they are; 0: the first tokens
     STORE: tl.constexpr,  # the state behind them
     OUT: tl.constexpr,  # what q reads of it
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row, head, slice_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k_head = head // GROUP
     k_heads: tl.constexpr = HV // GROUP
@@ -251,37 +204,13 @@ def conv_delta_step(
     out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
     slice_v, parts, warps = _slices(rule, _STREAMED)
     _conv_step_kernel[(len(rows.slots_B), rule.v_heads)](
-        qkv_TC,
-        z_TV,
-        b_TH,
-        a_TH,
-        weight_CJ,
-        window_SJC,
-        rule.decay_log_H,
-        rule.decay_bias_H,
-        rule.norm_V,
-        state_SHVK,
-        rows.slots_B,
-        positions_T,
-        out_TV,
-        qkv_TC.stride(0),
-        z_TV.stride(0),
-        qkv_TC.shape[1],
-        rule.k_dim**-0.5,
+        qkv_TC, z_TV, b_TH, a_TH, weight_CJ, window_SJC, rule.decay_log_H, rule.decay_bias_H, rule.norm_V, state_SHVK,
+        rows.slots_B, positions_T, out_TV, qkv_TC.stride(0), z_TV.stride(0), qkv_TC.shape[1], rule.k_dim**-0.5,
         rule.eps,
-        HV=rule.v_heads,
-        GROUP=rule.v_heads // rule.k_heads,
-        K=rule.k_dim,
-        V=rule.v_dim,
-        BLOCK_K=triton.next_power_of_2(rule.k_dim),
-        SLICE=slice_v,
-        PARTS=parts,
-        STAGES=_STAGES,
-        TAPS=weight_CJ.shape[1],
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        HV=rule.v_heads, GROUP=rule.v_heads // rule.k_heads, K=rule.k_dim, V=rule.v_dim,
+        BLOCK_K=triton.next_power_of_2(rule.k_dim), SLICE=slice_v, PARTS=parts, STAGES=_STAGES, TAPS=weight_CJ.shape[1],
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_TV
 
 
@@ -307,38 +236,15 @@ def delta_steps(
     ragged = rows.ends_B is not None
     slice_v, parts, warps = _slices(rule, _KEPT_BY_A_PROGRAM)
     _steps_kernel[(count, rule.v_heads, parts)](
-        qkv_TC,
-        b_TH,
-        a_TH,
-        rule.decay_log_H,
-        rule.decay_bias_H,
-        state_SHVK,
-        rows.slots_B,
-        rows.written_B,
-        rows.ends_B if rows.ends_B is not None else rows.slots_B,
-        rows.slots_B if rows.kept_B is None else rows.kept_B,
-        rows.slots_B if rows.path_BW is None else rows.path_BW,
-        out_TV,
-        qkv_TC.stride(0),
-        a_TH.stride(0),
-        rule.k_dim**-0.5,
-        most,
-        HV=rule.v_heads,
-        GROUP=rule.v_heads // rule.k_heads,
-        K=rule.k_dim,
-        V=rule.v_dim,
-        BLOCK_K=triton.next_power_of_2(rule.k_dim),
-        SLICE=slice_v,
-        EACH=1 if ragged else each or tokens // count,
-        RAGGED=ragged,
-        KEPT=rows.kept_B is not None,
-        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
-        STORE=not rows.frozen,
-        OUT=not rows.replays,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        qkv_TC, b_TH, a_TH, rule.decay_log_H, rule.decay_bias_H, state_SHVK, rows.slots_B, rows.written_B,
+        rows.ends_B if rows.ends_B is not None else rows.slots_B, rows.slots_B if rows.kept_B is None else rows.kept_B,
+        rows.slots_B if rows.path_BW is None else rows.path_BW, out_TV, qkv_TC.stride(0), a_TH.stride(0),
+        rule.k_dim**-0.5, most,
+        HV=rule.v_heads, GROUP=rule.v_heads // rule.k_heads, K=rule.k_dim, V=rule.v_dim,
+        BLOCK_K=triton.next_power_of_2(rule.k_dim), SLICE=slice_v, EACH=1 if ragged else each or tokens // count,
+        RAGGED=ragged, KEPT=rows.kept_B is not None, PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
+        STORE=not rows.frozen, OUT=not rows.replays, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_TV
 
 

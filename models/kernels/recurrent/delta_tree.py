@@ -39,29 +39,12 @@ _VALUES = 32  # of a head, a program
 
 @triton.jit
 def _tree_kernel(
-    qkv_ptr,
-    b_ptr,
-    a_ptr,
-    decay_log_ptr,
-    decay_bias_ptr,
-    state_ptr,
-    slots_ptr,
-    seen_ptr,
-    out_ptr,
-    qkv_stride,
-    gate_stride,
-    scale,
-    NODES: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    qkv_ptr, b_ptr, a_ptr, decay_log_ptr, decay_bias_ptr, state_ptr, slots_ptr, seen_ptr, out_ptr, qkv_stride,
+    gate_stride, scale,
+    NODES: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,  # of K, at once
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, head, slice_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     k_heads: tl.constexpr = HV // GROUP
     i, vs = tl.arange(0, BLOCK_N), slice_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -139,29 +122,10 @@ def delta_tree(
     count, nodes = rows.tree.seen_BN.shape
     block, block_v = tree_block(nodes), max(16, min(_VALUES, triton.next_power_of_2(rule.v_dim)))
     _tree_kernel[(count, rule.v_heads, triton.cdiv(rule.v_dim, block_v))](
-        qkv_TC,
-        b_TH,
-        a_TH,
-        rule.decay_log_H,
-        rule.decay_bias_H,
-        state_SHVK,
-        rows.slots_B,
-        rows.tree.seen_BN,
-        out_TV,
-        qkv_TC.stride(0),
-        a_TH.stride(0),
-        rule.k_dim**-0.5,
-        NODES=nodes,
-        HV=rule.v_heads,
-        GROUP=rule.v_heads // rule.k_heads,
-        K=rule.k_dim,
-        V=rule.v_dim,
-        BLOCK_N=block,
-        PIECE=tree_piece(rule.k_dim, qkv_TC.dtype),
-        BLOCK_V=block_v,
-        PRECISION=tree_precision(qkv_TC.dtype),
-        PDL=pdl,
-        num_warps=tree_warps(block),
-        launch_pdl=pdl,
-    )
+        qkv_TC, b_TH, a_TH, rule.decay_log_H, rule.decay_bias_H, state_SHVK, rows.slots_B, rows.tree.seen_BN, out_TV,
+        qkv_TC.stride(0), a_TH.stride(0), rule.k_dim**-0.5,
+        NODES=nodes, HV=rule.v_heads, GROUP=rule.v_heads // rule.k_heads, K=rule.k_dim, V=rule.v_dim, BLOCK_N=block,
+        PIECE=tree_piece(rule.k_dim, qkv_TC.dtype), BLOCK_V=block_v, PRECISION=tree_precision(qkv_TC.dtype), PDL=pdl,
+        num_warps=tree_warps(block), launch_pdl=pdl,
+    )  # fmt: skip
     return out_TV

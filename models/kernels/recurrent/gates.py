@@ -23,17 +23,9 @@ from parallel.comm.quantised import Quantised, memory_of
 
 @triton.jit
 def _gated_norm_kernel(
-    x_ptr,
-    z_ptr,
-    norm_ptr,
-    z_stride,
-    eps,
-    HEADS: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, z_ptr, norm_ptr, z_stride, eps,
+    HEADS: tl.constexpr, V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads, vs = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     at, mask = heads[:, None] * V + vs[None, :], (heads < HEADS)[:, None] & (vs < V)[None, :]
@@ -97,19 +89,9 @@ def gated_norm_(x_TX: Tensor, z_TX: Tensor, norm_V: Tensor, eps: float, pdl: boo
     block_h = max(1, min(triton.next_power_of_2(heads), 2048 // block_v))
     if tokens:
         _gated_norm_kernel[(tokens, triton.cdiv(heads, block_h))](
-            x_TX,
-            z_TX,
-            norm_V,
-            z_TX.stride(0),
-            eps,
-            HEADS=heads,
-            V=dim,
-            BLOCK_H=block_h,
-            BLOCK_V=block_v,
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+            x_TX, z_TX, norm_V, z_TX.stride(0), eps,
+            HEADS=heads, V=dim, BLOCK_H=block_h, BLOCK_V=block_v, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return x_TX
 
 
@@ -122,16 +104,9 @@ def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor, pdl: bool, into: Quantised | None
     if tokens:
         block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
         _sigmoid_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x_TX,
-            gate_TX,
-            *memory,
-            width,
-            BLOCK=block,
-            GROUP=group,
-            PDL=pdl,
-            num_warps=max(1, min(16, block // 256)),
-            launch_pdl=pdl,
-        )
+            x_TX, gate_TX, *memory, width,
+            BLOCK=block, GROUP=group, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
+        )  # fmt: skip
     return memory[0]
 
 
@@ -142,16 +117,7 @@ def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor, pdl
     if tokens:
         block = triton.next_power_of_2(width)
         _gated_add_kernel[(tokens, triton.cdiv(block, 1024))](
-            x_TN.contiguous(),
-            y_TN.contiguous(),
-            hidden_TN.contiguous(),
-            gate_N,
-            out_TN,
-            width,
-            BLOCK=block,
-            CHUNK=min(1024, block),
-            PDL=pdl,
-            num_warps=max(1, min(8, block // 512)),
-            launch_pdl=pdl,
-        )
+            x_TN.contiguous(), y_TN.contiguous(), hidden_TN.contiguous(), gate_N, out_TN, width,
+            BLOCK=block, CHUNK=min(1024, block), PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
+        )  # fmt: skip
     return out_TN

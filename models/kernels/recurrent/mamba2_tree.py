@@ -41,24 +41,15 @@ _CHANNELS = 32  # of a head, a program
 def _mamba2_tree_kernel(
     projected_ptr,  # [T, Z]
     xbc_ptr,  # [T, C], convolved
-    a_log_ptr,
-    d_ptr,
-    dt_bias_ptr,
+    a_log_ptr, d_ptr, dt_bias_ptr,
     state_ptr,  # [S, H, P, M]
-    slots_ptr,
-    seen_ptr,
+    slots_ptr, seen_ptr,
     out_ptr,  # [T, X]
-    NODES: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    NODES: tl.constexpr, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PIECE: tl.constexpr,  # of M, at once
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     X: tl.constexpr = H * P
     C: tl.constexpr = X + 2 * G * M
     Z: tl.constexpr = X + C + H
@@ -121,26 +112,10 @@ def scan_tree(
     block, block_p = tree_block(nodes), max(16, min(_CHANNELS, triton.next_power_of_2(dim)))
     gated_TX = gated_memory(projected_TZ, weights)
     _mamba2_tree_kernel[(count, heads, triton.cdiv(dim, block_p))](
-        projected_TZ,
-        xbc_TC,
-        weights.a_log_H,
-        weights.d_H,
-        weights.dt_bias_H,
-        state_SHPM,
-        rows.slots_B,
-        rows.tree.seen_BN,
-        gated_TX,
-        NODES=nodes,
-        H=heads,
-        P=dim,
-        G=weights.groups,
-        M=weights.state_size,
-        BLOCK_N=block,
-        BLOCK_P=block_p,
-        PIECE=tree_piece(weights.state_size, projected_TZ.dtype),
-        PRECISION=tree_precision(projected_TZ.dtype),
-        PDL=pdl,
-        num_warps=tree_warps(block),
-        launch_pdl=pdl,
-    )
+        projected_TZ, xbc_TC, weights.a_log_H, weights.d_H, weights.dt_bias_H, state_SHPM, rows.slots_B,
+        rows.tree.seen_BN, gated_TX,
+        NODES=nodes, H=heads, P=dim, G=weights.groups, M=weights.state_size, BLOCK_N=block, BLOCK_P=block_p,
+        PIECE=tree_piece(weights.state_size, projected_TZ.dtype), PRECISION=tree_precision(projected_TZ.dtype), PDL=pdl,
+        num_warps=tree_warps(block), launch_pdl=pdl,
+    )  # fmt: skip
     return normed(gated_TX, weights, projected_TZ.dtype, pdl)

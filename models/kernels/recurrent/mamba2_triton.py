@@ -75,24 +75,14 @@ def _mamba2_step_kernel(
     projected_ptr,  # [B, Z]
     weight_ptr,  # [C, J]
     bias_ptr,  # [C], with BIAS
-    a_log_ptr,
-    d_ptr,
-    dt_bias_ptr,
+    a_log_ptr, d_ptr, dt_bias_ptr,
     window_ptr,  # [S, J, C]
     state_ptr,  # [S, H, P, M]
-    slots_ptr,
-    positions_ptr,
+    slots_ptr, positions_ptr,
     out_ptr,  # [B, X]
-    H: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     X: tl.constexpr = H * P
     C: tl.constexpr = X + 2 * G * M
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -138,33 +128,19 @@ def _mamba2_step_kernel(
 def _mamba2_scan_kernel(
     projected_ptr,  # [T, Z]
     xbc_ptr,  # [T, C], convolved
-    a_log_ptr,
-    d_ptr,
-    dt_bias_ptr,
+    a_log_ptr, d_ptr, dt_bias_ptr,
     state_ptr,  # [S, H, P, M]
-    slots_ptr,
-    writes_ptr,
-    ends_ptr,
-    kept_ptr,
+    slots_ptr, writes_ptr, ends_ptr, kept_ptr,
     path_ptr,  # [rows, PATH], with PATH
     out_ptr,  # [T, X]
     rows,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ONE_BY_ONE: tl.constexpr,  # rows of up to so many tokens; 0: all rows
-    EACH: tl.constexpr,
-    RAGGED: tl.constexpr,
-    KEPT: tl.constexpr,
+    EACH: tl.constexpr, RAGGED: tl.constexpr, KEPT: tl.constexpr,
     PATH: tl.constexpr,  # nodes of a path that are kept; 0: the first tokens
-    FROZEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    FROZEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     X: tl.constexpr = H * P
     C: tl.constexpr = X + 2 * G * M
     Z: tl.constexpr = X + C + H
@@ -283,29 +259,11 @@ def step(
         return gated_BX
     bias = weights.conv_bias_C
     _mamba2_step_kernel[(count, heads, triton.cdiv(dim, block_p))](
-        projected_BZ,
-        weights.conv_CJ,
-        weights.conv_CJ if bias is None else bias,
-        weights.a_log_H,
-        weights.d_H,
-        weights.dt_bias_H,
-        window_SJC,
-        state_SHPM,
-        rows.slots_B,
-        positions_B,
-        gated_BX,
-        H=heads,
-        P=dim,
-        G=weights.groups,
-        M=weights.state_size,
-        J=weights.conv_CJ.shape[1],
-        BIAS=bias is not None,
-        BLOCK_P=block_p,
-        BLOCK_M=triton.next_power_of_2(weights.state_size),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        projected_BZ, weights.conv_CJ, weights.conv_CJ if bias is None else bias, weights.a_log_H, weights.d_H,
+        weights.dt_bias_H, window_SJC, state_SHPM, rows.slots_B, positions_B, gated_BX,
+        H=heads, P=dim, G=weights.groups, M=weights.state_size, J=weights.conv_CJ.shape[1], BIAS=bias is not None,
+        BLOCK_P=block_p, BLOCK_M=triton.next_power_of_2(weights.state_size), PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return normed(gated_BX, weights, projected_BZ.dtype, pdl)
 
 
@@ -338,37 +296,15 @@ def scan(
         return gated_TX
     block_p = max(16, min(block_p, triton.next_power_of_2(dim)))
     _mamba2_scan_kernel[(heads, triton.cdiv(dim, block_p), len(slots_B))](
-        projected_TZ,
-        xbc_TC,
-        weights.a_log_H,
-        weights.d_H,
-        weights.dt_bias_H,
-        state_SHPM,
-        slots_B,
-        rows.written_B,
-        slots_B if ends_B is None else ends_B,
-        slots_B if kept_B is None else kept_B,
-        slots_B if rows.path_BW is None else rows.path_BW,
-        gated_TX,
-        len(slots_B),
-        H=heads,
-        P=dim,
-        G=weights.groups,
-        M=weights.state_size,
-        BLOCK_Q=chunk,
-        BLOCK_P=block_p,
-        BLOCK_M=max(16, triton.next_power_of_2(weights.state_size)),
-        ONE_BY_ONE=one_by_one,
-        EACH=1 if ends_B is not None else each or len(projected_TZ) // len(slots_B),
-        RAGGED=ends_B is not None,
-        KEPT=kept_B is not None,
-        PATH=0 if rows.path_BW is None else rows.path_BW.shape[1],
-        FROZEN=rows.frozen,
-        PRECISION="ieee" if projected_TZ.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        projected_TZ, xbc_TC, weights.a_log_H, weights.d_H, weights.dt_bias_H, state_SHPM, slots_B, rows.written_B,
+        slots_B if ends_B is None else ends_B, slots_B if kept_B is None else kept_B,
+        slots_B if rows.path_BW is None else rows.path_BW, gated_TX, len(slots_B),
+        H=heads, P=dim, G=weights.groups, M=weights.state_size, BLOCK_Q=chunk, BLOCK_P=block_p,
+        BLOCK_M=max(16, triton.next_power_of_2(weights.state_size)), ONE_BY_ONE=one_by_one,
+        EACH=1 if ends_B is not None else each or len(projected_TZ) // len(slots_B), RAGGED=ends_B is not None,
+        KEPT=kept_B is not None, PATH=0 if rows.path_BW is None else rows.path_BW.shape[1], FROZEN=rows.frozen,
+        PRECISION="ieee" if projected_TZ.dtype == torch.float32 else "tf32", PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     if rows.replays:
         return gated_TX
     return normed(gated_TX, weights, projected_TZ.dtype, pdl)
@@ -387,14 +323,7 @@ def normed(gated_TX: Tensor, weights: Mamba2Weights, dtype: torch.dtype, pdl: bo
     width = weights.inner // weights.norm_groups
     block = triton.next_power_of_2(width)
     _group_norm_kernel[(len(gated_TX), weights.norm_groups)](
-        gated_TX,
-        weights.norm_X,
-        out_TX,
-        weights.eps,
-        WIDTH=width,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, min(8, block // 128)),
-        launch_pdl=pdl,
-    )
+        gated_TX, weights.norm_X, out_TX, weights.eps,
+        WIDTH=width, BLOCK=block, PDL=pdl, num_warps=max(1, min(8, block // 128)), launch_pdl=pdl,
+    )  # fmt: skip
     return out_TX

@@ -21,15 +21,9 @@ _PIECE = 8 * _WORDS  # and in all: a row of recurrent state has some hundred tho
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
 def _copy_kernel(
-    addresses_ptr,
-    sources_ptr,
-    targets_ptr,
-    blocks,
-    WORDS: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses_ptr, sources_ptr, targets_ptr, blocks,
+    WORDS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pair, layer, half = tl.program_id(0) // PIECES, tl.program_id(1), tl.program_id(2)
     begin = tl.program_id(0) % PIECES * PIECE
     # Triton knows nothing of an address that was an integer: without the hint it would copy word by word.
@@ -48,13 +42,7 @@ def copy_blocks(addresses_L: Tensor, pairs_2C: Tensor, blocks: int, words: int, 
     pieces = triton.cdiv(words, _PIECE)
     grid = (pairs_2C.shape[1] * pieces, len(addresses_L), halves)
     _copy_kernel[grid](
-        addresses_L,
-        pairs_2C[0],
-        pairs_2C[1],
-        blocks,
-        WORDS=words,
-        PIECE=min(_PIECE, words),
-        PIECES=pieces,
-        BLOCK=min(_WORDS, triton.next_power_of_2(words)),
+        addresses_L, pairs_2C[0], pairs_2C[1], blocks,
+        WORDS=words, PIECE=min(_PIECE, words), PIECES=pieces, BLOCK=min(_WORDS, triton.next_power_of_2(words)),
         num_warps=4,
-    )
+    )  # fmt: skip

@@ -20,16 +20,12 @@ _WORDS = 4096  # that a program holds
 
 @triton.jit(do_not_specialize=["places"])
 def _move_kernel(
-    addresses_ptr,
-    sources_ptr,
-    targets_ptr,
-    count_ptr,
+    addresses_ptr, sources_ptr, targets_ptr, count_ptr,
     places,  # entries of a layer, keys or values
     WIDTH: tl.constexpr,
     ENTRIES: tl.constexpr,  # WIDTH, padded to a power of two
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, layer, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     entry = tl.arange(0, ENTRIES)
     count = tl.load(count_ptr + row)
@@ -54,14 +50,6 @@ def move_entries(
     entries = triton.next_power_of_2(width)
     block = min(triton.next_power_of_2(words), max(16, _WORDS // entries))
     _move_kernel[(rows, 2 * len(addresses_L), triton.cdiv(words, block))](
-        addresses_L,
-        sources_BW.contiguous(),
-        targets_BW.contiguous(),
-        count_B.contiguous(),
-        places,
-        WIDTH=width,
-        ENTRIES=entries,
-        WORDS=words,
-        BLOCK=block,
-        num_warps=4,
-    )
+        addresses_L, sources_BW.contiguous(), targets_BW.contiguous(), count_B.contiguous(), places,
+        WIDTH=width, ENTRIES=entries, WORDS=words, BLOCK=block, num_warps=4,
+    )  # fmt: skip

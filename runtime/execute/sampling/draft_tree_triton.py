@@ -38,16 +38,9 @@ def _lay_out_kernel(
 
 @triton.jit
 def _walk_kernel(
-    tokens_ptr,
-    parents_ptr,
-    drawn_ptr,
-    way_ptr,
-    guesses_ptr,
-    NODES: tl.constexpr,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SCRIPTED: tl.constexpr,
-):
+    tokens_ptr, parents_ptr, drawn_ptr, way_ptr, guesses_ptr,
+    NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, SCRIPTED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     there = lane < NODES
@@ -73,15 +66,9 @@ def lay_out(parents_BQ: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     parents_BN, depth_BN = (torch.empty(rows, nodes, dtype=torch.int64, device=device) for _ in range(2))
     seen_BN = torch.empty(rows, nodes, dtype=torch.int32, device=device)
     _lay_out_kernel[(rows,)](
-        parents_BQ.contiguous(),
-        parents_BN,
-        depth_BN,
-        seen_BN,
-        NODES=nodes,
-        LANES=triton.next_power_of_2(nodes),
-        DEPTH=depth,
-        num_warps=1,
-    )
+        parents_BQ.contiguous(), parents_BN, depth_BN, seen_BN,
+        NODES=nodes, LANES=triton.next_power_of_2(nodes), DEPTH=depth, num_warps=1,
+    )  # fmt: skip
     return parents_BN, depth_BN, seen_BN
 
 
@@ -91,15 +78,7 @@ def walk(tokens_BN: Tensor, parents_BN: Tensor, drawn_BN: Tensor, depth: int, sc
     nodes_BW = torch.empty(rows, depth + 1, dtype=torch.int64, device=tokens_BN.device)
     guesses_BQ = torch.empty(rows, depth, dtype=torch.int64, device=tokens_BN.device)
     _walk_kernel[(rows,)](
-        tokens_BN.contiguous(),
-        parents_BN.contiguous(),
-        drawn_BN.contiguous(),
-        nodes_BW,
-        guesses_BQ,
-        NODES=nodes,
-        LANES=triton.next_power_of_2(nodes),
-        DEPTH=depth,
-        SCRIPTED=scripted,
-        num_warps=1,
-    )
+        tokens_BN.contiguous(), parents_BN.contiguous(), drawn_BN.contiguous(), nodes_BW, guesses_BQ,
+        NODES=nodes, LANES=triton.next_power_of_2(nodes), DEPTH=depth, SCRIPTED=scripted, num_warps=1,
+    )  # fmt: skip
     return nodes_BW, guesses_BQ

@@ -192,22 +192,10 @@ def best_with_noise(best, best_column, reached, score, words, column, inside, is
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _best_kernel(
-    logits_ptr,
-    keys_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    vocab_start,
-    per_program,
-    PURPOSE: tl.constexpr,
-    RANDOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, keys_ptr, temperature_ptr, seed_ptr, position_ptr, logits_stride, temperature_stride, seed_stride,
+    position_stride, vocab, vocab_start, per_program,
+    PURPOSE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     if RANDOM:
@@ -239,33 +227,12 @@ def _best_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _conclude_kernel(
-    keys_ptr,
-    evidence_ptr,
-    stop_ids_ptr,
-    position_ptr,
-    min_length_ptr,
-    max_length_ptr,
-    finished_ptr,
-    token_ptr,
-    ok_ptr,
-    count_ptr,
-    finish_ptr,
-    keys_stride,
-    candidates,
-    stop_ids_stride,
-    stop_id_stride,
-    stop_ids,
-    position_stride,
-    min_length_stride,
-    max_length_stride,
-    finished_stride,
-    STOP: tl.constexpr,
-    LENGTH: tl.constexpr,
-    ERROR: tl.constexpr,
-    HAS_EVIDENCE: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    keys_ptr, evidence_ptr, stop_ids_ptr, position_ptr, min_length_ptr, max_length_ptr, finished_ptr, token_ptr, ok_ptr,
+    count_ptr, finish_ptr, keys_stride, candidates, stop_ids_stride, stop_id_stride, stop_ids, position_stride,
+    min_length_stride, max_length_stride, finished_stride,
+    STOP: tl.constexpr, LENGTH: tl.constexpr, ERROR: tl.constexpr, HAS_EVIDENCE: tl.constexpr, CANDIDATES: tl.constexpr,
     STOP_IDS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     index = tl.arange(0, CANDIDATES)
     keys = tl.load(keys_ptr + row * keys_stride + index, mask=index < candidates, other=-9223372036854775808)
@@ -323,24 +290,11 @@ def best_candidates(
     parts, per_program = split_rows(rows, vocab)
     keys_BP = torch.empty(rows, parts, dtype=torch.int64, device=logits_BV.device)
     _best_kernel[(rows, parts)](
-        logits_BV,
-        keys_BP,
-        temperature_B,
-        seed_B,
-        position_B,
-        logits_BV.stride(0),
-        temperature_B.stride(0),
-        seed_B.stride(0),
-        position_B.stride(0),
-        vocab,
-        vocab_start,
-        per_program,
-        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-        RANDOM=random,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_BV, keys_BP, temperature_B, seed_B, position_B, logits_BV.stride(0), temperature_B.stride(0),
+        seed_B.stride(0), position_B.stride(0), vocab, vocab_start, per_program,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, RANDOM=random, BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return keys_BP
 
 
@@ -366,32 +320,12 @@ def conclude(
     ok_B = torch.empty(rows, dtype=torch.bool, device=device)
     count_B, finish_B = torch.empty(2, rows, dtype=torch.int32, device=device)
     _conclude_kernel[(rows,)](
-        keys_BP.contiguous(),
-        token_B if evidence_B is None else evidence_B,
-        stop_ids_BK,
-        position_B,
-        min_length_B,
-        max_length_B,
-        finished_B,
-        token_B,
-        ok_B,
-        count_B,
-        finish_B,
-        candidates,
-        candidates,
-        stop_ids_BK.stride(0),
-        stop_ids_BK.stride(1),
-        stop_ids_BK.shape[1],
-        position_B.stride(0),
-        min_length_B.stride(0),
-        max_length_B.stride(0),
-        finished_B.stride(0),
-        STOP=codes[0],
-        LENGTH=codes[1],
-        ERROR=codes[2],
-        HAS_EVIDENCE=evidence_B is not None,
+        keys_BP.contiguous(), token_B if evidence_B is None else evidence_B, stop_ids_BK, position_B, min_length_B,
+        max_length_B, finished_B, token_B, ok_B, count_B, finish_B, candidates, candidates, stop_ids_BK.stride(0),
+        stop_ids_BK.stride(1), stop_ids_BK.shape[1], position_B.stride(0), min_length_B.stride(0),
+        max_length_B.stride(0), finished_B.stride(0),
+        STOP=codes[0], LENGTH=codes[1], ERROR=codes[2], HAS_EVIDENCE=evidence_B is not None,
         CANDIDATES=max(_CANDIDATES, triton.next_power_of_2(candidates)),
-        STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])),
-        num_warps=1,
-    )
+        STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])), num_warps=1,
+    )  # fmt: skip
     return token_B, ok_B, count_B, finish_B

@@ -79,18 +79,9 @@ class Workspace(NamedTuple):
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _survey_kernel(
-    logits_ptr,
-    maxima_ptr,
-    others_ptr,
-    temperature_ptr,
-    logits_stride,
-    temperature_stride,
-    vocab,
-    per_program,
-    parts,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, maxima_ptr, others_ptr, temperature_ptr, logits_stride, temperature_stride, vocab, per_program, parts,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A part's groups, each every GROUPS-th column: their largest scores, as ordered integers, and one score more."""
     row, part = tl.program_id(0), tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -129,35 +120,11 @@ def _crossing(top, top_mass, top_count, body, body_mass, body_count, mass, count
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _bound_kernel(
-    maxima_ptr,
-    others_ptr,
-    bounds_ptr,
-    reached_ptr,
-    listed_ptr,
-    guess_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    min_p_stride,
-    vocab,
-    whole_vocab,
-    per_program,
-    parts,
-    SHARE: tl.constexpr,
-    SMALL: tl.constexpr,
-    FEW: tl.constexpr,
-    GUESSED: tl.constexpr,
-    SPARE: tl.constexpr,
-    AIMED: tl.constexpr,
-    SHALLOW: tl.constexpr,
-    NEARBY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    maxima_ptr, others_ptr, bounds_ptr, reached_ptr, listed_ptr, guess_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, temperature_stride, top_k_stride, top_p_stride, min_p_stride, vocab, whole_vocab, per_program, parts,
+    SHARE: tl.constexpr, SMALL: tl.constexpr, FEW: tl.constexpr, GUESSED: tl.constexpr, SPARE: tl.constexpr,
+    AIMED: tl.constexpr, SHALLOW: tl.constexpr, NEARBY: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Where the row's threshold lies, by estimate. With SHARE, of top-k alone: the rest is for the whole row to decide.
 
     Groups are a sample: their maxima stand for themselves, the other column of each for the rest of its group.
@@ -168,12 +135,9 @@ def _bound_kernel(
     rank = tl.load(maxima_ptr + row * parts * GROUPS + slot, mask=there, other=-2139095041)
     largest = unordered(tl.max(rank, 0))
     k, p, m = limits(
-        tl.load(temperature_ptr + row * temperature_stride),
-        tl.load(top_k_ptr + row * top_k_stride),
-        tl.load(top_p_ptr + row * top_p_stride),
-        tl.load(min_p_ptr + row * min_p_stride),
-        whole_vocab,
-    )
+        tl.load(temperature_ptr + row * temperature_stride), tl.load(top_k_ptr + row * top_k_stride),
+        tl.load(top_p_ptr + row * top_p_stride), tl.load(min_p_ptr + row * min_p_stride), whole_vocab,
+    )  # fmt: skip
     floor = tl.full([], float("inf"), tl.float32)  # as it stays where the row cannot be drawn from: nothing to collect
     ceiling = tl.full([], float("inf"), tl.float32)
     least = tl.full([], float("-inf"), tl.float32)
@@ -251,33 +215,11 @@ def _bound_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _collect_kernel(
-    logits_ptr,
-    bounds_ptr,
-    partial_ptr,
-    reached_ptr,
-    listed_ptr,
-    list_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    vocab_start,
-    per_program,
-    parts,
-    PURPOSE: tl.constexpr,
-    SHARE: tl.constexpr,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DRAWN: tl.constexpr,
-):
+    logits_ptr, bounds_ptr, partial_ptr, reached_ptr, listed_ptr, list_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    seed_ptr, position_ptr, logits_stride, temperature_stride, top_k_stride, top_p_stride, seed_stride, position_stride,
+    vocab, vocab_start, per_program, parts,
+    PURPOSE: tl.constexpr, SHARE: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
     """List the part's tokens in [floor, ceiling), draw among those at or above the ceiling, and sum for top-p."""
     row, part = tl.program_id(0), tl.program_id(1)
     floor = tl.load(bounds_ptr + row * 4)
@@ -395,76 +337,25 @@ def list_tokens(
     maxima_BG = torch.empty(rows, parts * _GROUPS, dtype=torch.int32, device=device)
     others_BG = torch.empty(rows, parts * _GROUPS, dtype=torch.float32, device=device)
     _survey_kernel[(rows, parts)](
-        logits_BV,
-        maxima_BG,
-        others_BG,
-        temperature_B,
-        logits_BV.stride(0),
-        temperature_B.stride(0),
-        vocab,
-        per_program,
-        parts,
-        GROUPS=_GROUPS,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_BV, maxima_BG, others_BG, temperature_B, logits_BV.stride(0), temperature_B.stride(0), vocab,
+        per_program, parts,
+        GROUPS=_GROUPS, BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     _bound_kernel[(rows,)](
-        maxima_BG,
-        others_BG,
-        space.bounds,
-        space.reached,
-        space.listed,
-        space.guess,
-        temperature_B,
-        top_k_B,
-        top_p_B,
-        min_p_B,
-        temperature_B.stride(0),
-        top_k_B.stride(0),
-        top_p_B.stride(0),
-        min_p_B.stride(0),
-        vocab,
-        whole_vocab,
-        per_program,
-        parts,
-        SHARE=share,
-        SMALL=FEWER,
-        FEW=_FEW,
-        GUESSED=_GUESSED,
-        SPARE=_SPARE,
-        AIMED=_AIMED,
-        SHALLOW=_SHALLOW,
-        NEARBY=_NEARBY,
-        GROUPS=_GROUPS,
-        TILE=triton.next_power_of_2(parts * _GROUPS),
-        num_warps=8,
+        maxima_BG, others_BG, space.bounds, space.reached, space.listed, space.guess, temperature_B, top_k_B, top_p_B,
+        min_p_B, temperature_B.stride(0), top_k_B.stride(0), top_p_B.stride(0), min_p_B.stride(0), vocab, whole_vocab,
+        per_program, parts,
+        SHARE=share, SMALL=FEWER, FEW=_FEW, GUESSED=_GUESSED, SPARE=_SPARE, AIMED=_AIMED, SHALLOW=_SHALLOW,
+        NEARBY=_NEARBY, GROUPS=_GROUPS, TILE=triton.next_power_of_2(parts * _GROUPS), num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     _collect_kernel[(rows, parts)](
-        logits_BV,
-        *space[:-2],
-        temperature_B,
-        top_k_B,
-        top_p_B,
-        seed_B,
-        position_B,
-        logits_BV.stride(0),
-        temperature_B.stride(0),
-        top_k_B.stride(0),
-        top_p_B.stride(0),
-        seed_B.stride(0),
-        position_B.stride(0),
-        vocab,
-        vocab_start,
-        per_program,
-        parts,
-        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-        SHARE=share,
-        LISTED=LISTED,
-        BLOCK=_BLOCK,
-        DRAWN=min(_DRAWN, _BLOCK),
-        num_warps=8,
+        logits_BV, *space[:-2], temperature_B, top_k_B, top_p_B, seed_B, position_B, logits_BV.stride(0),
+        temperature_B.stride(0), top_k_B.stride(0), top_p_B.stride(0), seed_B.stride(0), position_B.stride(0), vocab,
+        vocab_start, per_program, parts,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, SHARE=share, LISTED=LISTED, BLOCK=_BLOCK,
+        DRAWN=min(_DRAWN, _BLOCK), num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return space

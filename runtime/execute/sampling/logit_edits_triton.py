@@ -26,27 +26,11 @@ _WORDS_AT_ONCE = 32
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _edit_kernel(
-    logits_ptr,
-    out_ptr,
-    slots_ptr,
-    recent_ptr,
-    sizes_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    bad_ptr,
-    allowed_ptr,
-    logits_stride,
-    recent_stride,
-    allowed_stride,
-    vocab,
-    vocab_start,
-    MOST_BIASES: tl.constexpr,
-    MOST_BAD_WORDS: tl.constexpr,
-    BAD_WORD_TOKENS: tl.constexpr,
-    BIASES_AT_ONCE: tl.constexpr,
-    WORDS_AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, out_ptr, slots_ptr, recent_ptr, sizes_ptr, bias_ids_ptr, biases_ptr, bad_ptr, allowed_ptr,
+    logits_stride, recent_stride, allowed_stride, vocab, vocab_start,
+    MOST_BIASES: tl.constexpr, MOST_BAD_WORDS: tl.constexpr, BAD_WORD_TOKENS: tl.constexpr,
+    BIASES_AT_ONCE: tl.constexpr, WORDS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
@@ -99,24 +83,10 @@ def edit_logits(logits_RV: Tensor, edits: tuple[tuple[Tensor, ...], Tensor, Tens
     if recent_RH.shape[1] != (history := MAX_BAD_WORD_TOKENS - 1) or recent_RH.stride(1) != 1:
         raise ValueError(f"recent tokens are {tuple(recent_RH.shape)}: they must be {history} a row, side by side")
     _edit_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-        logits_RV,
-        edited_RV,
-        slots_R,
-        recent_RH,
-        *tables,
-        allowed_SW,
-        logits_RV.stride(0),
-        recent_RH.stride(0),
-        allowed_SW.stride(0),
-        vocab,
-        vocab_start,
-        MOST_BIASES=MAX_LOGIT_BIAS,
-        MOST_BAD_WORDS=MAX_BAD_WORDS,
-        BAD_WORD_TOKENS=MAX_BAD_WORD_TOKENS,
-        BIASES_AT_ONCE=_BIASES_AT_ONCE,
-        WORDS_AT_ONCE=_WORDS_AT_ONCE,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_RV, edited_RV, slots_R, recent_RH, *tables, allowed_SW, logits_RV.stride(0), recent_RH.stride(0),
+        allowed_SW.stride(0), vocab, vocab_start,
+        MOST_BIASES=MAX_LOGIT_BIAS, MOST_BAD_WORDS=MAX_BAD_WORDS, BAD_WORD_TOKENS=MAX_BAD_WORD_TOKENS,
+        BIASES_AT_ONCE=_BIASES_AT_ONCE, WORDS_AT_ONCE=_WORDS_AT_ONCE, BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return edited_RV

@@ -22,15 +22,9 @@ _BLOCK = 2048  # columns a program; it keeps them in registers while it takes it
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _gather_kernel(
-    logits_ptr,
-    tokens_ptr,
-    keys_ptr,
-    above_ptr,
-    logits_stride,
-    vocab,
-    top,
+    logits_ptr, tokens_ptr, keys_ptr, above_ptr, logits_stride, vocab, top,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """The part's ``top`` best candidates, and how many of its logits are larger than the chosen token's."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -48,15 +42,9 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _weigh_kernel(
-    logits_ptr,
-    keys_ptr,
-    weights_ptr,
-    logits_stride,
-    vocab,
-    top,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, keys_ptr, weights_ptr, logits_stride, vocab, top,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The part's sum of exp(logit - largest)."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     index = tl.arange(0, PARTS)
@@ -69,22 +57,10 @@ def _weigh_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _report_kernel(
-    logits_ptr,
-    tokens_ptr,
-    keys_ptr,
-    above_ptr,
-    weights_ptr,
-    chosen_ptr,
-    rank_ptr,
-    top_ids_ptr,
-    top_values_ptr,
-    logits_stride,
-    parts,
-    top,
-    top_n,
-    PARTS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    logits_ptr, tokens_ptr, keys_ptr, above_ptr, weights_ptr, chosen_ptr, rank_ptr, top_ids_ptr, top_values_ptr,
+    logits_stride, parts, top, top_n,
+    PARTS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
     weights = tl.load(weights_ptr + row * parts + index, mask=index < parts, other=0)
@@ -132,22 +108,11 @@ def token_logprobs(logits_BV: Tensor, tokens_B: Tensor, top_n: int) -> tuple[Ten
         logits_BV, keys_BPN, weights_BP, stride, vocab, top, PARTS=padded, BLOCK=_BLOCK, num_warps=4, **EXACT
     )
     _report_kernel[(rows,)](
-        logits_BV,
-        tokens_B,
-        keys_BPN,
-        above_BP,
-        weights_BP,
-        chosen_B,
-        rank_B,
-        top_ids_BN,
-        top_values_BN,
-        stride,
-        parts,
-        top,
-        top_n,
+        logits_BV, tokens_B, keys_BPN, above_BP, weights_BP, chosen_B, rank_B, top_ids_BN, top_values_BN, stride, parts,
+        top, top_n,
         PARTS=padded,
         KEYS=triton.next_power_of_2(parts * max(top, MAX_TOP_LOGPROBS)),  # the same for any number of likely tokens
         num_warps=4,
         **EXACT,
-    )
+    )  # fmt: skip
     return chosen_B, rank_B, top_ids_BN, top_values_BN

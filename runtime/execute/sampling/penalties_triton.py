@@ -21,33 +21,11 @@ _BLOCK = 2048
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _shape_kernel(
-    logits_ptr,
-    out_ptr,
-    counts_ptr,
-    prompt_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    stop_ids_ptr,
-    position_ptr,
-    min_length_ptr,
-    logits_stride,
-    counts_stride,
-    prompt_stride,
-    repetition_stride,
-    frequency_stride,
-    presence_stride,
-    stop_ids_stride,
-    stop_id_stride,
-    stop_ids,
-    position_stride,
-    min_length_stride,
-    vocab,
-    vocab_start,
-    PENALTIES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, out_ptr, counts_ptr, prompt_ptr, repetition_ptr, frequency_ptr, presence_ptr, stop_ids_ptr,
+    position_ptr, min_length_ptr, logits_stride, counts_stride, prompt_stride, repetition_stride, frequency_stride,
+    presence_stride, stop_ids_stride, stop_id_stride, stop_ids, position_stride, min_length_stride, vocab, vocab_start,
+    PENALTIES: tl.constexpr, MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -80,29 +58,11 @@ def shape_logits(
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     stop_ids_BK, position_B, min_length_B = params.stop_ids, params.position, params.min_length
     _shape_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-        logits_BV,
-        shaped_BV,
-        counts_BV,
-        prompt_BV,
-        *penalties,
-        stop_ids_BK,
-        position_B,
-        min_length_B,
-        logits_BV.stride(0),
-        counts_BV.stride(0),
-        prompt_BV.stride(0),
-        *(column_B.stride(0) for column_B in penalties),
-        stop_ids_BK.stride(0),
-        stop_ids_BK.stride(1),
-        stop_ids_BK.shape[1],
-        position_B.stride(0),
-        min_length_B.stride(0),
-        vocab,
-        vocab_start,
-        PENALTIES=seen is not None,
-        MIN_TOKENS=min_tokens,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_BV, shaped_BV, counts_BV, prompt_BV, *penalties, stop_ids_BK, position_B, min_length_B,
+        logits_BV.stride(0), counts_BV.stride(0), prompt_BV.stride(0), *(column_B.stride(0) for column_B in penalties),
+        stop_ids_BK.stride(0), stop_ids_BK.stride(1), stop_ids_BK.shape[1], position_B.stride(0),
+        min_length_B.stride(0), vocab, vocab_start,
+        PENALTIES=seen is not None, MIN_TOKENS=min_tokens, BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return shaped_BV

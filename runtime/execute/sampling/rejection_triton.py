@@ -75,28 +75,10 @@ def _best_key(keys_ptr, row, parts, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _row_max_kernel(
-    logits_ptr,
-    ids_ptr,
-    threshold_ptr,
-    ranks_ptr,
-    keys_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    per_program,
-    first,
-    count,
-    PURPOSE: tl.constexpr,
-    DRAW: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FILTERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, ids_ptr, threshold_ptr, ranks_ptr, keys_ptr, temperature_ptr, seed_ptr, position_ptr, logits_stride,
+    temperature_stride, seed_stride, position_stride, vocab, per_program, first, count,
+    PURPOSE: tl.constexpr, DRAW: tl.constexpr, MAPPED: tl.constexpr, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The largest score of a row's part, and if asked for its best with noise. ``count`` rows have the same request."""
     row, part = tl.program_id(0), tl.program_id(1)
     request = row // count
@@ -134,21 +116,10 @@ def _row_max_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _weight_sum_kernel(
-    logits_ptr,
-    threshold_ptr,
-    ranks_ptr,
-    sums_ptr,
-    largest_ptr,
-    temperature_ptr,
-    logits_stride,
-    temperature_stride,
-    vocab,
-    per_program,
-    count,
-    FILTERED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, threshold_ptr, ranks_ptr, sums_ptr, largest_ptr, temperature_ptr, logits_stride, temperature_stride,
+    vocab, per_program, count,
+    FILTERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The weights of a row's part, summed; and the row's largest score."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -171,23 +142,10 @@ def _weight_sum_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _softmax_kernel(
-    logits_ptr,
-    threshold_ptr,
-    sums_ptr,
-    largest_ptr,
-    keys_ptr,
-    temperature_ptr,
-    probs_ptr,
-    index_ptr,
-    logits_stride,
-    temperature_stride,
-    vocab,
-    per_program,
-    count,
-    FILTERED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, threshold_ptr, sums_ptr, largest_ptr, keys_ptr, temperature_ptr, probs_ptr, index_ptr, logits_stride,
+    temperature_stride, vocab, per_program, count,
+    FILTERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The probabilities of a row's part, and the guess."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -210,38 +168,12 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _residual_kernel(
-    logits_ptr,
-    threshold_ptr,
-    sums_ptr,
-    largest_ptr,
-    probs_ptr,
-    index_ptr,
-    places_ptr,
-    drawn_ptr,
-    proposals_ptr,
-    keys_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    probs_stride,
-    guess_stride,
-    index_stride,
-    proposals_stride,
-    temperature_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    per_program,
-    width,
-    TOKEN: tl.constexpr,
-    ACCEPT: tl.constexpr,
-    FILTERED: tl.constexpr,
-    MAPPED: tl.constexpr,
-    SOME: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, threshold_ptr, sums_ptr, largest_ptr, probs_ptr, index_ptr, places_ptr, drawn_ptr, proposals_ptr,
+    keys_ptr, temperature_ptr, seed_ptr, position_ptr, logits_stride, probs_stride, guess_stride, index_stride,
+    proposals_stride, temperature_stride, seed_stride, position_stride, vocab, per_program, width,
+    TOKEN: tl.constexpr, ACCEPT: tl.constexpr, FILTERED: tl.constexpr, MAPPED: tl.constexpr, SOME: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The best of a row's part: of the residual where a drawn guess was not kept, of p where there is none. A guess
     that was kept is the best of all."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -303,24 +235,10 @@ def _residual_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _winner_kernel(
-    logits_ptr,
-    threshold_ptr,
-    keys_ptr,
-    out_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    parts,
-    TOKEN: tl.constexpr,
-    FILTERED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, threshold_ptr, keys_ptr, out_ptr, temperature_ptr, seed_ptr, position_ptr, logits_stride,
+    temperature_stride, seed_stride, position_stride, vocab, parts,
+    TOKEN: tl.constexpr, FILTERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A row's best; of p where rounding left nothing of a residual, which is as rare as p and q being the same."""
     row = tl.program_id(0)
     key = _best_key(keys_ptr, row, parts, PARTS)
@@ -380,47 +298,19 @@ def draw_guesses(
     threshold = largest_R if threshold_R is None else threshold_R
     columns = temperature_B, seed_B, position_B
     _row_max_kernel[(rows, parts)](
-        logits_RD,
-        keys_RP if ids_D is None else ids_D,
-        threshold,
-        ranks_RP,
-        keys_RP,
-        *columns,
-        logits_RD.stride(0),
-        *(column.stride(0) for column in columns),
-        vocab,
-        per_program,
-        first,
-        count,
-        PURPOSE=_purpose(purpose),
-        DRAW=True,
-        MAPPED=ids_D is not None,
-        FILTERED=threshold_R is not None,
-        BLOCK=_BLOCK,
+        logits_RD, keys_RP if ids_D is None else ids_D, threshold, ranks_RP, keys_RP, *columns, logits_RD.stride(0),
+        *(column.stride(0) for column in columns), vocab, per_program, first, count,
+        PURPOSE=_purpose(purpose), DRAW=True, MAPPED=ids_D is not None, FILTERED=threshold_R is not None, BLOCK=_BLOCK,
         num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     _sum_weights(logits_RD, threshold_R, ranks_RP, sums_RP, largest_R, temperature_B, per_program)
     _softmax_kernel[(rows, parts)](
-        logits_RD,
-        threshold,
-        sums_RP,
-        largest_R,
-        keys_RP,
-        temperature_B,
-        probs_RD,
-        index_R,
-        logits_RD.stride(0),
-        temperature_B.stride(0),
-        vocab,
-        per_program,
-        count,
-        FILTERED=threshold_R is not None,
-        PARTS=_read_at_once(parts),
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_RD, threshold, sums_RP, largest_R, keys_RP, temperature_B, probs_RD, index_R, logits_RD.stride(0),
+        temperature_B.stride(0), vocab, per_program, count,
+        FILTERED=threshold_R is not None, PARTS=_read_at_once(parts), BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return index_R, probs_RD
 
 
@@ -465,75 +355,26 @@ def window_candidates(
         places_D = torch.arange(ids_D.shape[0], dtype=torch.int32, device=device)
         places_V = torch.full((vocab,), -1, dtype=torch.int32, device=device).index_copy_(0, ids_D, places_D)
     _row_max_kernel[(rows, parts)](
-        logits_TV,
-        keys_TP,
-        threshold,
-        ranks_TP,
-        keys_TP,
-        *columns,
-        logits_TV.stride(0),
-        *strides,
-        vocab,
-        per_program,
-        0,
-        1,
-        PURPOSE=0,
-        DRAW=False,
-        MAPPED=False,
-        FILTERED=False,
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_TV, keys_TP, threshold, ranks_TP, keys_TP, *columns, logits_TV.stride(0), *strides, vocab, per_program,
+        0, 1,
+        PURPOSE=0, DRAW=False, MAPPED=False, FILTERED=False, BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     _sum_weights(logits_TV, threshold_T, ranks_TP, sums_TP, largest_T, temperature_T, per_program)
     _residual_kernel[(rows, parts)](
-        logits_TV,
-        threshold,
-        sums_TP,
-        largest_T,
-        probs_BQD,
-        index_BQ,
-        ranks_TP if places_V is None else places_V,
-        ranks_TP if rows_B is None else rows_B,
-        proposals_BQ,
-        keys_TP,
-        *columns,
-        logits_TV.stride(0),
-        probs_BQD.stride(0),
-        probs_BQD.stride(1),
-        index_BQ.stride(0),
-        proposals_BQ.stride(0),
-        *strides,
-        vocab,
-        per_program,
-        proposals_BQ.shape[1] + 1,
-        TOKEN=_purpose(token),
-        ACCEPT=_purpose(accept),
-        FILTERED=filtered,
-        MAPPED=places_V is not None,
-        SOME=rows_B is not None,
-        PARTS=_read_at_once(parts),
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_TV, threshold, sums_TP, largest_T, probs_BQD, index_BQ, ranks_TP if places_V is None else places_V,
+        ranks_TP if rows_B is None else rows_B, proposals_BQ, keys_TP, *columns, logits_TV.stride(0),
+        probs_BQD.stride(0), probs_BQD.stride(1), index_BQ.stride(0), proposals_BQ.stride(0), *strides, vocab,
+        per_program, proposals_BQ.shape[1] + 1,
+        TOKEN=_purpose(token), ACCEPT=_purpose(accept), FILTERED=filtered, MAPPED=places_V is not None,
+        SOME=rows_B is not None, PARTS=_read_at_once(parts), BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     _winner_kernel[(rows,)](
-        logits_TV,
-        threshold,
-        keys_TP,
-        keys_T1,
-        *columns,
-        logits_TV.stride(0),
-        *strides,
-        vocab,
-        parts,
-        TOKEN=_purpose(token),
-        FILTERED=filtered,
-        PARTS=_read_at_once(parts),
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_TV, threshold, keys_TP, keys_T1, *columns, logits_TV.stride(0), *strides, vocab, parts,
+        TOKEN=_purpose(token), FILTERED=filtered, PARTS=_read_at_once(parts), BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip
     return keys_T1, largest_T
 
 
@@ -548,20 +389,8 @@ def _sum_weights(
 ) -> None:
     rows, parts = ranks_RP.shape
     _weight_sum_kernel[(rows, parts)](
-        logits_RV,
-        largest_R if threshold_R is None else threshold_R,
-        ranks_RP,
-        sums_RP,
-        largest_R,
-        temperature_B,
-        logits_RV.stride(0),
-        temperature_B.stride(0),
-        logits_RV.shape[1],
-        per_program,
-        rows // temperature_B.shape[0],
-        FILTERED=threshold_R is not None,
-        PARTS=_read_at_once(parts),
-        BLOCK=_BLOCK,
-        num_warps=8,
+        logits_RV, largest_R if threshold_R is None else threshold_R, ranks_RP, sums_RP, largest_R, temperature_B,
+        logits_RV.stride(0), temperature_B.stride(0), logits_RV.shape[1], per_program, rows // temperature_B.shape[0],
+        FILTERED=threshold_R is not None, PARTS=_read_at_once(parts), BLOCK=_BLOCK, num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip

@@ -57,23 +57,9 @@ def amounts(rank, largest, floor, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def reach(
-    source_ptr,
-    size,
-    scratch_ptr,
-    factor,
-    largest,
-    floor,
-    target,
-    low,
-    high,
-    over,
-    at_or_above_low,
-    above_high,
-    BY_WEIGHT: tl.constexpr,
-    LIST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    source_ptr, size, scratch_ptr, factor, largest, floor, target, low, high, over, at_or_above_low, above_high,
+    BY_WEIGHT: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``highest_reaching`` of a source of any size, whose tokens under ``floor`` do not count; ``low`` reaches it.
 
     ``over``: the amount above ``high``; ``above_high``, ``at_or_above_low``: at most so many tokens less than those are

@@ -48,31 +48,12 @@ def _noisy(token, low, high, is_random):
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _distinct_kernel(
-    logits_ptr,
-    bounds_ptr,
-    partial_ptr,
-    listed_ptr,
-    list_ptr,
-    share_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    top_k_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    vocab_start,
+    logits_ptr, bounds_ptr, partial_ptr, listed_ptr, list_ptr, share_ptr, temperature_ptr, top_k_ptr, seed_ptr,
+    position_ptr, logits_stride, temperature_stride, top_k_stride, seed_stride, position_stride, vocab, vocab_start,
     parts,
-    PURPOSE: tl.constexpr,
-    PARTS: tl.constexpr,
-    LISTED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PURPOSE: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """A row's largest distinct scores, how many tokens have each, and the best candidate among these."""
     row = tl.program_id(0)
     floor = tl.load(bounds_ptr + row * 4)
@@ -142,21 +123,10 @@ def _distinct_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _merge_kernel(
-    shares_ptr,
-    keys_ptr,
-    largest_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    min_p_stride,
-    entries,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    shares_ptr, keys_ptr, largest_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, temperature_stride,
+    top_k_stride, top_p_stride, min_p_stride, entries,
+    SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A row's threshold among the ranks' entries, and the best candidate of those that survive."""
     row = tl.program_id(0)
     slot = tl.arange(0, TILE)
@@ -168,12 +138,9 @@ def _merge_kernel(
     best = tl.full([], -9223372036854775808, tl.int64)
     if is_finite(largest):
         k, p, m = limits(
-            tl.load(temperature_ptr + row * temperature_stride),
-            tl.load(top_k_ptr + row * top_k_stride),
-            tl.load(top_p_ptr + row * top_p_stride),
-            tl.load(min_p_ptr + row * min_p_stride),
-            2147483647,
-        )
+            tl.load(temperature_ptr + row * temperature_stride), tl.load(top_k_ptr + row * top_k_stride),
+            tl.load(top_p_ptr + row * top_p_stride), tl.load(min_p_ptr + row * min_p_stride), 2147483647,
+        )  # fmt: skip
         reached = tl.full([], -2139095041, tl.int64)  # the rank of -inf
         threshold = tl.full([], float("-inf"), tl.float32)
         if k > 0:
@@ -227,27 +194,12 @@ def local_share(
             share=True,
         )
         _distinct_kernel[(len(logits_RV),)](
-            logits_RV,
-            space.bounds,
-            space.partial,
-            space.listed,
-            space.tokens,
-            share_BX[piece],
-            *columns,
-            logits_RV.stride(0),
-            *(column.stride(0) for column in columns),
-            vocab,
-            vocab_start,
-            parts_of(vocab)[0],
-            PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-            PARTS=MOST_PARTS,
-            LISTED=space.tokens.shape[1],
-            SIZE=MOST_SHARED_TOP_K,
-            BLOCK=SWEPT,
-            TILE=space.scratch.shape[1],
-            num_warps=8,
+            logits_RV, space.bounds, space.partial, space.listed, space.tokens, share_BX[piece], *columns,
+            logits_RV.stride(0), *(column.stride(0) for column in columns), vocab, vocab_start, parts_of(vocab)[0],
+            PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, PARTS=MOST_PARTS, LISTED=space.tokens.shape[1],
+            SIZE=MOST_SHARED_TOP_K, BLOCK=SWEPT, TILE=space.scratch.shape[1], num_warps=8,
             **EXACT,
-        )
+        )  # fmt: skip
     return share_BX
 
 
@@ -261,15 +213,8 @@ def merge_shares(
     largest_B = torch.empty(rows, dtype=torch.float32, device=shares_BX.device)
     columns = temperature_B, top_k_B, top_p_B, min_p_B
     _merge_kernel[(rows,)](
-        shares_BX.contiguous(),
-        keys_B1,
-        largest_B,
-        *columns,
-        *(column.stride(0) for column in columns),
-        entries,
-        SIZE=MOST_SHARED_TOP_K,
-        TILE=triton.next_power_of_2(entries),
-        num_warps=4,
+        shares_BX.contiguous(), keys_B1, largest_B, *columns, *(column.stride(0) for column in columns), entries,
+        SIZE=MOST_SHARED_TOP_K, TILE=triton.next_power_of_2(entries), num_warps=4,
         **EXACT,
-    )
+    )  # fmt: skip
     return keys_B1, largest_B

@@ -84,25 +84,10 @@ def _threshold_of_few(list_ptr, listed, floor, least, largest, k, p, total, abov
 
 @triton.jit
 def _threshold_of_many(
-    source_ptr,
-    size,
-    scratch_ptr,
-    factor,
-    floor,
-    ceiling,
-    guess_low,
-    guess_high,
-    least,
-    largest,
-    k,
-    p,
-    total,
-    above,
+    source_ptr, size, scratch_ptr, factor, floor, ceiling, guess_low, guess_high, least, largest, k, p, total, above,
     number,
-    LIST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    LIST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``_threshold_of_few`` of a list of any length, or of all of a row's logits, which always hold the threshold."""
     # A list's tokens lie under its ceiling, which is much nearer than the row's largest score.
     top = ordered(tl.minimum(largest, ceiling)).to(tl.int64)
@@ -123,23 +108,9 @@ def _threshold_of_many(
             holds = number < k
             lowest = tl.full([], -2147483647, tl.int32)
             reached = reach(
-                source_ptr,
-                size,
-                scratch_ptr,
-                factor,
-                largest,
-                lowest,
-                k - number,
-                bottom,
-                top,
-                tl.zeros([], tl.int64),
-                size,
-                tl.zeros([], tl.int32),
-                False,
-                LIST,
-                BLOCK,
-                TILE,
-            )
+                source_ptr, size, scratch_ptr, factor, largest, lowest, k - number, bottom, top, tl.zeros([], tl.int64),
+                size, tl.zeros([], tl.int32), False, LIST, BLOCK, TILE,
+            )  # fmt: skip
     if (p < 1.0) & holds:
         cut = reached.to(tl.int32)
         low, high = tl.maximum(bottom, reached), top
@@ -179,23 +150,9 @@ def _threshold_of_many(
                 elif first > low:
                     high, above_high, over = first - 1, tl.sum(counted_1, 0), tl.sum(weight_1, 0)
             reached = reach(
-                source_ptr,
-                size,
-                scratch_ptr,
-                factor,
-                largest,
-                cut,
-                target,
-                low,
-                high,
-                over,
-                at_or_above_low,
-                above_high,
-                True,
-                LIST,
-                BLOCK,
-                TILE,
-            )
+                source_ptr, size, scratch_ptr, factor, largest, cut, target, low, high, over, at_or_above_low,
+                above_high, True, LIST, BLOCK, TILE,
+            )  # fmt: skip
     return holds, tl.maximum(unordered(reached.to(tl.int32)), least)
 
 
@@ -213,38 +170,12 @@ def _draw(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _threshold_kernel(
-    logits_ptr,
-    bounds_ptr,
-    partial_ptr,
-    listed_ptr,
-    list_ptr,
-    guess_ptr,
-    scratch_ptr,
-    keys_ptr,
-    threshold_ptr,
-    largest_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    position_ptr,
-    logits_stride,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    min_p_stride,
-    seed_stride,
-    position_stride,
-    vocab,
-    vocab_start,
+    logits_ptr, bounds_ptr, partial_ptr, listed_ptr, list_ptr, guess_ptr, scratch_ptr, keys_ptr, threshold_ptr,
+    largest_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, logits_stride,
+    temperature_stride, top_k_stride, top_p_stride, min_p_stride, seed_stride, position_stride, vocab, vocab_start,
     parts,
-    PURPOSE: tl.constexpr,
-    PARTS: tl.constexpr,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    PURPOSE: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A row's threshold and best survivor."""
     row = tl.program_id(0)
     floor = tl.load(bounds_ptr + row * 4)
@@ -271,12 +202,9 @@ def _threshold_kernel(
             threshold = ceiling  # every token survives, and the best of all was drawn
         else:
             k, p, _min_p = limits(
-                temperature,
-                tl.load(top_k_ptr + row * top_k_stride),
-                tl.load(top_p_ptr + row * top_p_stride),
-                tl.load(min_p_ptr + row * min_p_stride),
-                vocab,
-            )
+                temperature, tl.load(top_k_ptr + row * top_k_stride), tl.load(top_p_ptr + row * top_p_stride),
+                tl.load(min_p_ptr + row * min_p_stride), vocab,
+            )  # fmt: skip
             seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
             low, high = row_key(seed, tl.load(position_ptr + row * position_stride).to(tl.int64), PURPOSE)
             row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
@@ -291,25 +219,9 @@ def _threshold_kernel(
                 )
             elif holds:
                 holds, threshold = _threshold_of_many(
-                    tokens,
-                    listed,
-                    scratch,
-                    factor,
-                    floor,
-                    ceiling,
-                    guess_low,
-                    guess_high,
-                    least,
-                    largest,
-                    k,
-                    p,
-                    total,
-                    above,
-                    number,
-                    True,
-                    BLOCK,
-                    TILE,
-                )
+                    tokens, listed, scratch, factor, floor, ceiling, guess_low, guess_high, least, largest, k, p, total,
+                    above, number, True, BLOCK, TILE,
+                )  # fmt: skip
             if holds:
                 drawn = _draw(tokens, listed, factor, vocab_start, threshold, low, high, is_random, True, BLOCK)
                 best = tl.maximum(best, drawn)
@@ -318,23 +230,9 @@ def _threshold_kernel(
                 holds, threshold = _threshold_of_many(
                     row_ptr,
                     vocab + none,  # of 1 it would be a constant, and could not change in a loop
-                    scratch,
-                    factor,
-                    floor,
-                    largest,
-                    guess_low,
-                    guess_high,
-                    least,
-                    largest,
-                    k,
-                    p,
-                    total,
-                    total * 0,
-                    none,
-                    False,
-                    BLOCK,
-                    TILE,
-                )
+                    scratch, factor, floor, largest, guess_low, guess_high, least, largest, k, p, total, total * 0,
+                    none, False, BLOCK, TILE,
+                )  # fmt: skip
                 best = _draw(row_ptr, vocab, factor, vocab_start, threshold, low, high, is_random, False, BLOCK)
     tl.store(keys_ptr + row, best)
     tl.store(threshold_ptr + row, threshold)
@@ -361,27 +259,10 @@ def find_threshold(
     rows, vocab = logits_BV.shape
     columns = temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B
     _threshold_kernel[(rows,)](
-        logits_BV,
-        space.bounds,
-        space.partial,
-        space.listed,
-        space.tokens,
-        space.guess,
-        space.scratch,
-        keys_B1,
-        threshold_B,
-        largest_B,
-        *columns,
-        logits_BV.stride(0),
-        *(column.stride(0) for column in columns),
-        vocab,
-        vocab_start,
-        parts_of(vocab)[0],
-        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64,
-        PARTS=MOST_PARTS,
-        LISTED=space.tokens.shape[1],
-        BLOCK=SWEPT,
-        TILE=space.scratch.shape[1],
-        num_warps=8,
+        logits_BV, space.bounds, space.partial, space.listed, space.tokens, space.guess, space.scratch, keys_B1,
+        threshold_B, largest_B, *columns, logits_BV.stride(0), *(column.stride(0) for column in columns), vocab,
+        vocab_start, parts_of(vocab)[0],
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, PARTS=MOST_PARTS, LISTED=space.tokens.shape[1], BLOCK=SWEPT,
+        TILE=space.scratch.shape[1], num_warps=8,
         **EXACT,
-    )
+    )  # fmt: skip

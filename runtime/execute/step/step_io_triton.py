@@ -24,30 +24,11 @@ _ROWS = 256  # that the one program of ``finish`` takes at a time
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _begin_kernel(
-    rows_ptr,
-    records_ptr,
-    last_token_ptr,
-    length_ptr,
-    finished_ptr,
-    pages_ptr,
-    out_records_ptr,
-    out_pages_ptr,
-    token_ptr,
-    position_ptr,
-    kv_slot_ptr,
-    live_ptr,
-    kv_length_ptr,
-    drawn_ptr,
-    ended_ptr,
-    words,
-    last_token_stride,
-    slots,
-    max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-    PAGES: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    rows_ptr, records_ptr, last_token_ptr, length_ptr, finished_ptr, pages_ptr, out_records_ptr, out_pages_ptr,
+    token_ptr, position_ptr, kv_slot_ptr, live_ptr, kv_length_ptr, drawn_ptr, ended_ptr, words, last_token_stride,
+    slots, max_blocks,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + row)
     page_index = part * PAGES + tl.arange(0, PAGES)
@@ -81,29 +62,11 @@ def _begin_kernel(
     do_not_specialize_on_alignment=["rows_ptr", "drawn_token_ptr", "count_ptr", "finish_ptr"],
 )
 def _finish_kernel(
-    rows_ptr,
-    drawn_token_ptr,
-    count_ptr,
-    finish_ptr,
-    old_token_ptr,
-    old_length_ptr,
-    old_finished_ptr,
-    last_token_ptr,
-    length_ptr,
-    finished_ptr,
-    history_ptr,
-    ring_ptr,
-    appended_ptr,
-    rows,
-    positions,
-    words,
-    last_token_stride,
-    ring_stride,
-    entries,
-    stamps,
-    REMEMBERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, drawn_token_ptr, count_ptr, finish_ptr, old_token_ptr, old_length_ptr, old_finished_ptr, last_token_ptr,
+    length_ptr, finished_ptr, history_ptr, ring_ptr, appended_ptr, rows, positions, words, last_token_stride,
+    ring_stride, entries, stamps,
+    REMEMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     appended = tl.load(appended_ptr)
     entry_ptr = ring_ptr + (appended.to(tl.int32) % entries).to(tl.int64) * ring_stride
     for start in range(0, rows, BLOCK):
@@ -132,36 +95,14 @@ def _finish_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "rows", "token_programs"])
 def _begin_packed_kernel(
-    token_ids_ptr,
-    positions_ptr,
-    slots_ptr,
-    row_slots_ptr,
-    decodes_ptr,
-    last_token_ptr,
-    length_ptr,
-    finished_ptr,
-    max_length_ptr,
-    pages_ptr,
+    token_ids_ptr, positions_ptr, slots_ptr, row_slots_ptr, decodes_ptr, last_token_ptr, length_ptr, finished_ptr,
+    max_length_ptr, pages_ptr,
     guesses_ptr,  # int64 [slots, GUESSES], when there are some
     depth_ptr,  # int64 [slots, GUESSES + 1], when TREE
-    out_token_ptr,
-    out_position_ptr,
-    out_kv_slot_ptr,
-    out_kv_length_ptr,
-    out_ghost_ptr,
-    tokens,
-    rows,
-    token_programs,
-    words,
-    last_token_stride,
-    slots,
-    max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GUESSES: tl.constexpr,
-    TREE: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    out_token_ptr, out_position_ptr, out_kv_slot_ptr, out_kv_length_ptr, out_ghost_ptr, tokens, rows, token_programs,
+    words, last_token_stride, slots, max_blocks,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, GUESSES: tl.constexpr, TREE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < token_programs:
         token = program * BLOCK + tl.arange(0, BLOCK)
@@ -249,20 +190,9 @@ def begin(
     begun = Begun.empty(groups, rows, 1, words, max_blocks, rows_B.device)
     pages = min(_PAGES, triton.next_power_of_2(max_blocks))
     _begin_kernel[(rows, triton.cdiv(max_blocks, pages))](
-        rows_B,
-        *slots,
-        block_tables_GSP,
-        *begun,
-        words,
-        slots[1].stride(0),
-        block_tables_GSP.shape[1],
-        max_blocks,
-        BLOCK_SIZE=block_size,
-        WORDS=triton.next_power_of_2(words),
-        PAGES=pages,
-        GROUPS=groups,
-        num_warps=4,
-    )
+        rows_B, *slots, block_tables_GSP, *begun, words, slots[1].stride(0), block_tables_GSP.shape[1], max_blocks,
+        BLOCK_SIZE=block_size, WORDS=triton.next_power_of_2(words), PAGES=pages, GROUPS=groups, num_warps=4,
+    )  # fmt: skip
     return begun
 
 
@@ -285,28 +215,12 @@ def begin_packed(
     ghost_R = torch.empty(rows, dtype=torch.bool, device=device)
     token_programs = triton.cdiv(tokens, _ROWS)
     _begin_packed_kernel[(token_programs + triton.cdiv(rows, _ROWS),)](
-        *staged,
-        *columns,
-        block_tables_GSP,
-        token_ids_T if guesses_SQ is None else guesses_SQ,
-        token_ids_T if depth_SN is None else depth_SN,
-        *longs,
-        kv_slots_GT,
-        kv_length_R,
-        ghost_R,
-        tokens,
-        rows,
-        token_programs,
-        columns[1].stride(0),
-        columns[0].stride(0),
-        *block_tables_GSP.shape[1:],
-        BLOCK_SIZE=block_size,
-        BLOCK=_ROWS,
-        GUESSES=0 if guesses_SQ is None else guesses_SQ.shape[1],
-        TREE=depth_SN is not None,
-        GROUPS=len(block_tables_GSP),
-        num_warps=4,
-    )
+        *staged, *columns, block_tables_GSP, token_ids_T if guesses_SQ is None else guesses_SQ,
+        token_ids_T if depth_SN is None else depth_SN, *longs, kv_slots_GT, kv_length_R, ghost_R, tokens, rows,
+        token_programs, columns[1].stride(0), columns[0].stride(0), *block_tables_GSP.shape[1:],
+        BLOCK_SIZE=block_size, BLOCK=_ROWS, GUESSES=0 if guesses_SQ is None else guesses_SQ.shape[1],
+        TREE=depth_SN is not None, GROUPS=len(block_tables_GSP), num_warps=4,
+    )  # fmt: skip
     return longs[0], longs[1], kv_slots_GT, kv_length_R, ghost_R
 
 
@@ -331,26 +245,11 @@ def finish(
     """
     last_token, length, _ = table
     _finish_kernel[(1,)](
-        rows_B,
-        token_B,
-        count_B,
-        finish_B,
-        *old,
-        *table,
-        ring_EX if history_SL is None else history_SL,
-        ring_EX,
-        appended_1,
-        len(rows_B),
-        0 if history_SL is None else history_SL.shape[1],
-        length.stride(0),
-        last_token.stride(0),
-        ring_EX.stride(0),
-        len(ring_EX),
-        stamps,
-        REMEMBERS=history_SL is not None,
-        BLOCK=_ROWS,
-        num_warps=8,
-    )
+        rows_B, token_B, count_B, finish_B, *old, *table, ring_EX if history_SL is None else history_SL, ring_EX,
+        appended_1, len(rows_B), 0 if history_SL is None else history_SL.shape[1], length.stride(0),
+        last_token.stride(0), ring_EX.stride(0), len(ring_EX), stamps,
+        REMEMBERS=history_SL is not None, BLOCK=_ROWS, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["count_ptr", "kv_slot_ptr"])
