@@ -26,9 +26,7 @@ _ANY_VOCABULARY = 2**31  # which token ids exist is asked later, when the model 
 
 
 def complete(
-    config: EngineConfig,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
 ) -> list[RequestOutput]:
     """Answers in the order of ``prompts`` (texts, or token ids), each with the parameters given for it, or for all.
     Without any, those of the model's generation_config.json.

@@ -270,8 +270,7 @@ _ENGINE: dict[str, Option] = {
         _words,
     ),
     "symmetric_all_reduce": Option(
-        "custom all-reduce, dispatch and combine over symmetric memory for small messages; off: NCCL for all",
-        "switch",
+        "custom all-reduce, dispatch and combine over symmetric memory for small messages; off: NCCL for all", "switch"
     ),
     "kernel_cache": Option("folder for kernel choices measured at start-up", "folder", str),
     "bundles": Option("folder for the crash reports of each rank of a failed job", "folder", str),

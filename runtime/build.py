@@ -315,10 +315,7 @@ def _executor_config(
         exchanges=()
         if exchange is None
         else exchange_buckets(
-            config.decode_buckets,
-            limits.max_prefill_tokens,
-            _tokens_beside(config, limits),
-            limits.window,
+            config.decode_buckets, limits.max_prefill_tokens, _tokens_beside(config, limits), limits.window
         ),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),

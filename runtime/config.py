@@ -13,12 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
 from runtime.schedule.config import LIMIT_RANGES, SessionPolicy, StepLimits
-from runtime.speculative_config import (
-    SpeculativeConfig,
-    SpeculativeConfigError,
-    merged_speculation,
-    refuse_synthetic,
-)
+from runtime.speculative_config import SpeculativeConfig, SpeculativeConfigError, merged_speculation, refuse_synthetic
 
 Fp8Activations = Literal["auto", "never", "always"]
 LoadFormat = Literal["safetensors", "dummy"]

@@ -17,15 +17,7 @@ MOST_SPECULATIVE_TOKENS: Final = 255  # a step has 256 tokens a row at most (LIM
 
 METHODS: Final = ("ngram", "mtp", "dflash", "eagle3", "synthetic")
 """Those that this build has. What others there are in vLLM, and are refused by name:"""
-MISSING_METHODS: Final = (
-    "eagle",
-    "medusa",
-    "mlp_speculator",
-    "draft_model",
-    "suffix",
-    "ngram_gpu",
-    "dspark",
-)
+MISSING_METHODS: Final = ("eagle", "medusa", "mlp_speculator", "draft_model", "suffix", "ngram_gpu", "dspark")
 WITH_WEIGHTS: Final = ("mtp", "dflash", "eagle3")  # methods that read a folder of weights: ``model``
 WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the target's own folder
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM

@@ -28,10 +28,7 @@ _FIRST_KV_CELL = 1 << 14  # tokens of KV; cells of the table double from here to
 
 
 def mixed_steps(
-    config: EngineConfig,
-    model: Decoder,
-    executor: Executor,
-    share: Callable[[Callable[[], str]], str] | None,
+    config: EngineConfig, model: Decoder, executor: Executor, share: Callable[[Callable[[], str]], str] | None
 ) -> MixedSteps | None:
     """The budgets of steps in which rows decode beside chunks; None where none are run.
 

@@ -26,10 +26,7 @@ PATIENCE_S = 120.0  # measuring between turns may take this long before a rank i
 
 # What --help says of the model, and of the defaults that session.py gives the engine, by field.
 _MODEL = "model folder in the Hugging Face layout, or a shape that comes with Lockstride, such as qwen3-8b"
-_OF_ALL = {
-    "load_format": "safetensors; dummy where the folder has no weights",
-    "control_timeout_s": str(PATIENCE_S),
-}
+_OF_ALL = {"load_format": "safetensors; dummy where the folder has no weights", "control_timeout_s": str(PATIENCE_S)}
 _OF_FIXED_BATCHES = {
     **_OF_ALL,
     "max_num_seqs": "256 on cuda, 32 on cpu; more where --batch-size asks for more",

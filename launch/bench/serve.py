@@ -101,12 +101,7 @@ def _serve_url(session: Session, options: ServeOptions, url: str, draw: DrawLoad
         )
     loads = loads_of(session, options, cached=False)
     with closing(_clients(options, url)) as clients:
-        target = Target(
-            options.label or "openai",
-            url,
-            None,
-            lambda requests: OpenAIBackend(clients, requests),
-        )
+        target = Target(options.label or "openai", url, None, lambda requests: OpenAIBackend(clients, requests))
         return ServeBench(session, options, target, draw).run(loads)
 
 

@@ -61,8 +61,7 @@ def gpus() -> Section:
     section.facts["devices"] = rows
     if len({row["name"] for row in rows}) > 1:
         section.warn(
-            "the GPUs differ: ranks of one model wait for the slowest",
-            "choose equal ones with CUDA_VISIBLE_DEVICES",
+            "the GPUs differ: ranks of one model wait for the slowest", "choose equal ones with CUDA_VISIBLE_DEVICES"
         )
     _clocks(section)
     return section

@@ -154,12 +154,7 @@ def identity_of(gpu_name: str) -> dict[str, Any]:
     sources = blake2b(digest_size=8)
     for path in sorted(_KERNELS.rglob("*.py")):
         sources.update(path.read_bytes())
-    return {
-        "gpu": gpu_name,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "kernels": sources.hexdigest(),
-    }
+    return {"gpu": gpu_name, "torch": torch.__version__, "triton": triton.__version__, "kernels": sources.hexdigest()}
 
 
 class Session:

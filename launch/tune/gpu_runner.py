@@ -23,17 +23,7 @@ from launch.tune.shapes import PAGE, RankShare, caches_of, layers_enough, record
 from launch.tune.tuner import DeviceLost
 from models.kernels.attention.decode_variant import DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.matmul.autotune import ColdProduct, captured, median_graph_us, replay_for
-from models.kernels.matmul.choice_table import (
-    Blas,
-    Choice,
-    CublasLt,
-    Decoded,
-    Gemv,
-    LinearShape,
-    Scaled,
-    Skinny,
-    Wide,
-)
+from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
 from models.ops.nvidia import NvidiaOps
 from models.weights import load_model
 

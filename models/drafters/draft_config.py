@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from models.block_pattern import BlockKind
-from models.config import (
-    MTP_KEYS,
-    FamilyConfig,
-    ModelConfig,
-    ModelConfigError,
-    model_config,
-    read_json_object,
-)
+from models.config import MTP_KEYS, FamilyConfig, ModelConfig, ModelConfigError, model_config, read_json_object
 from models.config_reader import ConfigReader
 from models.registry import model_class
 

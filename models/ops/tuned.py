@@ -27,15 +27,7 @@ from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, Linear
 from models.kernels.matmul.cublaslt import CublasLtError
 from models.kernels.matmul.cublaslt import Linear as CublasLtLinear
 from models.kernels.traits import DeviceTraits, traits_of
-from models.ops.rows_nvidia.products import (
-    MAX_PUSHED_ROWS,
-    ROWS,
-    Product,
-    algorithms,
-    by_library,
-    product,
-    reads_codes,
-)
+from models.ops.rows_nvidia.products import MAX_PUSHED_ROWS, ROWS, Product, algorithms, by_library, product, reads_codes
 from models.row_buckets import LARGE_STEP
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Activations, Quantised, numbers_of

@@ -262,19 +262,9 @@ VERBS: Final[dict[str, Verb]] = {
         _turn,
     ),
     "FORK": Verb(
-        "parent",
-        "a new session, REQ, with the context of the parked session `parent`",
-        "",
-        "`SNAPSHOT slot`",
-        _parent,
+        "parent", "a new session, REQ, with the context of the parked session `parent`", "", "`SNAPSHOT slot`", _parent
     ),
-    "RESTORE": Verb(
-        "parent",
-        "the same; if REQ exists, it is closed first",
-        "",
-        "`RESTORE slot`",
-        _parent,
-    ),
+    "RESTORE": Verb("parent", "the same; if REQ exists, it is closed first", "", "`RESTORE slot`", _parent),
     "CANCEL": Verb("[id]", "end a session in any state; new epoch", "CLOSED", "`CANCEL [id]`", _maybe_other),
     "SCHED_STEP": Verb(
         "", "one quantum of the next session, from the cursor, that has budget", "as CONTINUE", "`SCHED_STEP`", _nothing

@@ -28,11 +28,7 @@ from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, Launch
 from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.inputs import (
-    EVERY_FEATURE,
-    NARROWER_FEATURES,
-    SamplingVariant,
-)
+from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables

@@ -88,10 +88,7 @@ def _events(part: Part, shift_ns: int) -> Iterator[dict[str, Any]]:
     for step in part.steps:
         described = _described(step)
         launch_at = step.launched_at_ns - step.launch_ns
-        phases = [
-            ("agree", step.began_at_ns, step.agree_ns),
-            ("plan", step.began_at_ns + step.agree_ns, step.plan_ns),
-        ]
+        phases = [("agree", step.began_at_ns, step.agree_ns), ("plan", step.began_at_ns + step.agree_ns, step.plan_ns)]
         if step.launched:
             phases += [("launch", launch_at, step.launch_ns), ("wait", step.land_at_ns, step.wait_ns)]
         phases.append(("land", step.land_at_ns + step.wait_ns, step.land_ns))

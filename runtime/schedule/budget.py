@@ -115,11 +115,7 @@ Times = Sequence[tuple[int, float]]
 
 
 def budget_table(
-    step_ms: Times,
-    kv_ms: float,
-    rows: Sequence[int],
-    kv_tokens: Sequence[int],
-    target_ms: float | None = None,
+    step_ms: Times, kv_ms: float, rows: Sequence[int], kv_tokens: Sequence[int], target_ms: float | None = None
 ) -> tuple[tuple[int, int, int], ...]:
     """MixedSteps.budgets from measured times: the most tokens whose step is not longer than the target.
 

@@ -17,13 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.execute.sampling.draw_triton import (
-    EXACT,
-    PURPOSE_STEP,
-    random_words,
-    row_key,
-    uniform,
-)
+from runtime.execute.sampling.draw_triton import EXACT, PURPOSE_STEP, random_words, row_key, uniform
 
 _PAGES = 1024  # of a row's page table that one program copies
 _WIDTH = 1024  # numbers of a state that one program copies

@@ -207,10 +207,7 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeDrafter]] = {
     "dflash": _dflash,
     "eagle3": _eagle3,
 }
-_BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {
-    **_DRAFTERS,
-    "synthetic": _any_tokens,
-}
+_BRANCHING: dict[str, Callable[[SpeculativeConfig, _Weights], _MakeBranching]] = {**_DRAFTERS, "synthetic": _any_tokens}
 _MAKERS: dict[str, Callable[[SpeculativeConfig, _Weights], MakeProposer]] = {
     "ngram": _ngram,
     **_DRAFTERS,

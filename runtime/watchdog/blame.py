@@ -43,11 +43,7 @@ class Patience:
 
 
 def judge(
-    signs: Mapping[int, Sign],
-    now: float,
-    patience: Patience,
-    stopped: Collection[int] = (),
-    far: Collection[int] = (),
+    signs: Mapping[int, Sign], now: float, patience: Patience, stopped: Collection[int] = (), far: Collection[int] = ()
 ) -> Verdict | None:
     """The verdict on the rank that keeps the others, or None while nobody is over its limit or somebody is excused.
 

@@ -108,10 +108,7 @@ def peaks(journal: Journal) -> dict[str, float | int]:
         np.add.at(tokens, (np.asarray(one.moments) - first).astype(np.int64), one.counts)
         alive[int(one.began - first)] += 1
         alive[int(one.moments[-1] - first) + 1] -= 1
-    return {
-        "max_output_tokens_per_s": float(tokens.max()),
-        "max_concurrent_requests": int(np.cumsum(alive).max()),
-    }
+    return {"max_output_tokens_per_s": float(tokens.max()), "max_concurrent_requests": int(np.cumsum(alive).max())}
 
 
 def engine_figures(journal: Journal, idle: float | None = None, window: Window | None = None) -> dict[str, Any]:

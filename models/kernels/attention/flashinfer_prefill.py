@@ -105,13 +105,7 @@ class RepeatedPaged:
     """
 
     def __init__(
-        self,
-        workspace: Tensor,
-        page_table_BP: Tensor,
-        max_tokens: int,
-        heads: int,
-        kv_layer: Tensor,
-        depth: int = 2,
+        self, workspace: Tensor, page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor, depth: int = 2
     ) -> None:
         rows, width = page_table_BP.shape
         _, _, page, kv_heads, head_dim = kv_layer.shape

@@ -72,13 +72,7 @@ class GatheredPages:
     """
 
     def __init__(
-        self,
-        room: Tensor,
-        page_table_BP: Tensor,
-        kv_layer: Tensor,
-        group: int,
-        multiprocessors: int,
-        depth: int = 2,
+        self, room: Tensor, page_table_BP: Tensor, kv_layer: Tensor, group: int, multiprocessors: int, depth: int = 2
     ) -> None:
         _, _, self._page, kv_heads, head_dim = kv_layer.shape
         self._table_BP, self._group = page_table_BP, group

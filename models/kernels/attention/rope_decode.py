@@ -134,12 +134,7 @@ def _rope_and_cache_kernel(
 
 
 def rope_and_cache(
-    qkv_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    rotation: Rotation,
-    pdl: bool,
-    heads_a_program: int | None = None,
+    qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, pdl: bool, heads_a_program: int | None = None
 ) -> Tensor:
     """See Ops.rope_and_cache; takes heads of any size. A program has ``heads_a_program`` of one token, by default
     as many as are fast for so many tokens. Returns q [T, H, D].

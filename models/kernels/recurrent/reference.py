@@ -56,13 +56,7 @@ def causal_conv(
 
 
 def gated_delta(
-    qkv_TC: Tensor,
-    z_TV: Tensor,
-    b_TH: Tensor,
-    a_TH: Tensor,
-    rule: DeltaRule,
-    state_SHVK: Tensor,
-    rows: StateRows,
+    qkv_TC: Tensor, z_TV: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state_SHVK: Tensor, rows: StateRows
 ) -> Tensor:
     """See Ops.gated_delta. Reads lengths on the host where the device is a CPU."""
     tokens, wide = len(qkv_TC), state_SHVK.dtype

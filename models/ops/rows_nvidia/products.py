@@ -32,17 +32,7 @@ from models.kernels.matmul.candidates import (
     skinny_candidates,
     wide_candidates,
 )
-from models.kernels.matmul.choice_table import (
-    Blas,
-    Choice,
-    CublasLt,
-    Decoded,
-    Gemv,
-    LinearShape,
-    Scaled,
-    Skinny,
-    Wide,
-)
+from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
 from models.ops.table import Row, Run
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Activations, Quantised, numbers_of

@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.inputs import (
-    DecodeAttention,
-    MixedAttention,
-    PlanTable,
-    PrefillAttention,
-    RepeatedPrefill,
-    seen_keys,
-)
+from models.inputs import DecodeAttention, MixedAttention, PlanTable, PrefillAttention, RepeatedPrefill, seen_keys
 from models.kernels.attention.window import window_attention
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import FP8, bits_of
@@ -106,12 +99,7 @@ def decode_attention(
 
 
 def _decode_ragged(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    scale: float,
-    out_THD: Tensor,
-    kind: AttentionKind,
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor, kind: AttentionKind
 ) -> Tensor:
     """Reads lengths on the host: for CPUs, and for what a GPU's tests compare with."""
     assert inputs.starts_B is not None

@@ -102,13 +102,7 @@ def gate_up(ops: Ops, x_TN: Tensor, weight: Weight, into: None = None) -> Tensor
 
 
 def add_norm_gate_up(
-    ops: Ops,
-    x_TN: Tensor,
-    residual_TN: Tensor | None,
-    norm_N: Tensor,
-    eps: float,
-    weight: Weight,
-    into: None = None,
+    ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight, into: None = None
 ) -> tuple[Tensor, Tensor]:
     hidden_TN, residual_TN = _add_norm(ops, x_TN, residual_TN, norm_N, eps)
     return ops.gate_up(hidden_TN, weight), residual_TN

@@ -32,11 +32,7 @@ class Acceptance(NamedTuple):
 
 
 def accept(
-    draw: Draw,
-    verdict: Verdict,
-    proposals_BQ: Tensor,
-    limit_B: Tensor | None = None,
-    scripted_B: Tensor | None = None,
+    draw: Draw, verdict: Verdict, proposals_BQ: Tensor, limit_B: Tensor | None = None, scripted_B: Tensor | None = None
 ) -> Acceptance:
     """From the draws and verdicts of B * W rows, row-major, and the Q = W - 1 proposals of each row (int64).
 
@@ -60,9 +56,7 @@ def accept(
         reached_BW = reached_BW * (torch.arange(width, device=tokens_BW.device) < limit_B[:, None])
     # Of the rows that are reached only the last one can have a reason to finish.
     return Acceptance(
-        tokens_BW,
-        (count_BW * reached_BW).sum(1, dtype=torch.int32),
-        (finish_BW * reached_BW).sum(1, dtype=torch.int32),
+        tokens_BW, (count_BW * reached_BW).sum(1, dtype=torch.int32), (finish_BW * reached_BW).sum(1, dtype=torch.int32)
     )
 
 

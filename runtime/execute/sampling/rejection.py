@@ -101,11 +101,7 @@ def _each(rows: SamplingInputs, count: int, first: int) -> SamplingInputs:
 
 
 def draw_window(
-    logits_TV: Tensor,
-    rows: SamplingInputs,
-    features: SamplingVariant,
-    proposals_BQ: Tensor,
-    drafted: Drafted,
+    logits_TV: Tensor, rows: SamplingInputs, features: SamplingVariant, proposals_BQ: Tensor, drafted: Drafted
 ) -> tuple[Draw, Verdict]:
     """A token for each of the T = B * W rows of windows, row-major: the guess that follows it where that is kept.
 

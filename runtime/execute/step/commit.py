@@ -214,12 +214,7 @@ class ProposerFeed:
         return None if self.tap is None else self.tap.features_TF
 
     def show(
-        self,
-        inputs: StepInputs,
-        rows: Rows,
-        hidden_TN: Tensor,
-        features_TF: Tensor | None,
-        committed: Committed,
+        self, inputs: StepInputs, rows: Rows, hidden_TN: Tensor, features_TF: Tensor | None, committed: Committed
     ) -> None:
         """The tokens of ``rows``, whose successors are sampled: those before a row's last one were accepted."""
         accepted, shown = committed

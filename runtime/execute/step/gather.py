@@ -231,11 +231,7 @@ class Packed(NamedTuple):
 
 
 def gather_packed(
-    tables: SlotTables,
-    chunks: Chunks,
-    block_size: int,
-    drafts_SQ: Tensor | None = None,
-    depth_SN: Tensor | None = None,
+    tables: SlotTables, chunks: Chunks, block_size: int, drafts_SQ: Tensor | None = None, depth_SN: Tensor | None = None
 ) -> Packed:
     """What a packed step needs of its slots; new tensors. Tokens at NEWEST are the slots' newest.
 
@@ -251,11 +247,7 @@ def gather_packed(
 
 
 def gather_packed_in_torch(
-    tables: SlotTables,
-    chunks: Chunks,
-    block_size: int,
-    drafts_SQ: Tensor | None = None,
-    depth_SN: Tensor | None = None,
+    tables: SlotTables, chunks: Chunks, block_size: int, drafts_SQ: Tensor | None = None, depth_SN: Tensor | None = None
 ) -> Packed:
     """The reference of ``gather_packed``."""
     slots, slots_T, decoding_T = tables.columns, chunks.slots_T, chunks.positions_T <= NEWEST

@@ -24,10 +24,7 @@ _PAGES = 1024  # of a row's page table that one program copies
 _AT_ONCE = 2048  # tokens that the one program of ``commit`` takes at a time
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "guesses_stride"],
-    do_not_specialize_on_alignment=["guesses_ptr", "depth_ptr"],
-)
+@triton.jit(do_not_specialize=["tokens", "guesses_stride"], do_not_specialize_on_alignment=["guesses_ptr", "depth_ptr"])
 def _begin_window_kernel(
     rows_ptr, records_ptr, last_token_ptr, length_ptr, finished_ptr, max_length_ptr, guesses_ptr, depth_ptr, pages_ptr,
     out_records_ptr, out_pages_ptr, token_ptr, position_ptr, kv_slot_ptr, live_ptr, kv_length_ptr, drawn_ptr, ended_ptr,
