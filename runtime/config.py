@@ -102,7 +102,7 @@ class EngineConfig:
     speculative_config: how tokens are proposed that a step checks several of, as JSON text or a mapping under vLLM's
     keys (speculative_config.py); a SpeculativeConfig or None after construction. speculative_method,
     speculative_model, num_speculative_tokens: its keys method, model and num_speculative_tokens alone.
-    decode_buckets: ascending row counts of a decode step; empty takes ``default_buckets``.
+    decode_buckets: ascending row counts of a decode step; empty takes those of models/row_buckets.py.
     prefill_graphs: on GPUs prefill steps are captured, too, and filled up to a few token counts.
     prefill_attention: whose kernel runs on GPUs; auto takes FlashInfer's where every machine of the job has it built,
     and else our Triton kernel, while FlashInfer's is built for the next start.
@@ -216,7 +216,7 @@ class EngineConfig:
                 "--itl-target-ms 20, or leave it out"
             )
         if not self.decode_buckets:
-            object.__setattr__(self, "decode_buckets", default_buckets(self.max_num_seqs))
+            object.__setattr__(self, "decode_buckets", decode_ladder(self.max_num_seqs))
         if self.expert_parallel is _FILLED_IN:
             object.__setattr__(self, "expert_parallel", self.data_parallel > 1)
         if self.plan_late is _FILLED_IN:
@@ -350,11 +350,6 @@ class EngineConfig:
 def state_slots(max_num_seqs: int) -> int:
     """Slots of a model that keeps state in them, the null slot left out."""
     return max_num_seqs + max(2, max_num_seqs // ROWS_PER_SPARE_SLOT)
-
-
-def default_buckets(slots: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 128, every 32 beyond; the last is ``slots`` itself."""
-    return decode_ladder(slots)
 
 
 def require_real_texts(config: EngineConfig, who: str) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
-from types import TracebackType
 from typing import Self
 
 from parallel.control.interface import ControlPlane
@@ -171,9 +170,8 @@ class Engine:
         """Announce what callers asked for, and submit what all ranks have agreed on; returns the requests it ended."""
         payload = b""
         if self._outbox.count:
-            announced = self._outbox.portion()
-            payload = encode_events(announced)
-            self._announced.append(announced)
+            self._announced.append(self._outbox.portion())
+            payload = encode_events(self._announced[-1])
         agreed = self.control.exchange(turn, self.scheduler.digest.value, payload)
         if not agreed:
             return ()
@@ -262,9 +260,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """After an error, tell the other ranks at once and wait for nothing: a collective may never end.
 
         With a watchdog this does not return: every rank writes its bundle, and its process ends.
@@ -341,8 +337,7 @@ class Engine:
     def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None:
         """A new parked session with all tokens of the parked session ``parent``.
 
-        ``scored``: with log-probabilities of its tokens, even if its parent has none. Raises RequestError for what
-        cannot be an id.
+        ``scored``: with log-probabilities of its tokens, even if its parent has none. Raises RequestError for bad ids.
         """
         check_request_ids(request_id, parent)
         self._outbox.put(Branch(request_id, parent, scored))
@@ -355,7 +350,7 @@ class Engine:
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, after the horizon and the steps in flight. Unknown and ended ids are ignored.
 
-        Raises RequestError for what cannot be an id, as ``pause`` and ``resume`` do.
+        Raises RequestError for a bad id, as ``pause`` and ``resume`` do.
         """
         check_request_ids(request_id)
         self._outbox.put(Cancel(request_id, reason))
@@ -391,10 +386,8 @@ class Engine:
         return () if self._watchdog is None else self._watchdog.silent_ranks(seconds)
 
     def tell_verdict(self, hear: Callable[[str], object]) -> bool:
-        """Call ``hear`` with the reason when the watchdog ends the job, before the process ends.
-
-        Returns False without a watchdog: ``hear`` is never called. With one it is, whatever the engine's block raises.
-        """
+        """Call ``hear`` with the reason when the watchdog ends the job, before the process ends, whatever the engine's
+        block raises. False without a watchdog: ``hear`` is never called."""
         if self._watchdog is None:
             return False
         self._watchdog.hear_verdict = hear

@@ -23,7 +23,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from parallel.control.errors import FrameError
@@ -141,9 +140,7 @@ class ControlPlane(Protocol):
         ...
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Reports an exception to the others (``abort``), and closes."""
         ...
 
@@ -214,9 +211,7 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()

@@ -38,7 +38,7 @@ C = TypeVar("C", "SlotClient", "AsyncSlotClient")
 
 
 class SlotError(RuntimeError):
-    """The daemon refused a line, or is gone; the text is its own."""
+    """The daemon refused a line, or is gone. The text is the daemon's."""
 
 
 def _line(verb: str, request: int | None = None, slot: int | None = None, *arguments: object, **options: Any) -> str:
@@ -161,8 +161,6 @@ class _Session(Generic[C]):
 
 
 class SlotSession(_Session["SlotClient"]):
-    """One session of a SlotClient."""
-
     def frames(self) -> Iterator[Frame]:
         """Until its quantum is over: the last is QUANTUM_DONE, DONE or CLOSED."""
         while True:

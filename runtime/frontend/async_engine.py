@@ -25,7 +25,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from runtime.frontend.client import EngineClient, EngineStopped, PreparedPrompt, PromptRequest
@@ -153,9 +152,7 @@ class AsyncEngine:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             await self.close()
         except EngineStopped:

@@ -78,13 +78,8 @@ class Ledger:
         self.sessions: dict[int, SequenceState] = {}
         self.news: list[Notice | Finished] = []
         self.evicted_sessions: list[SequenceState] = []
-        self.decode_version = 0
-        self.waiting_tokens = 0
-        self.asleep_for = 0
-        self.arrivals = 0
-        self.idled = 0
-        self.prompt_blocks = 0
-        self.constrained = 0
+        self.decode_version = self.waiting_tokens = self.asleep_for = 0
+        self.arrivals = self.idled = self.prompt_blocks = self.constrained = 0
         self.block_writes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.slot_updates: dict[int, SlotUpdate] = {}
         self.copies: dict[int, tuple[SlotCopy, SequenceState]] = {}

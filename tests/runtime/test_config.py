@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig, default_buckets
+from models.row_buckets import decode_ladder
+from runtime.config import DEVICE_DEFAULTS, ConfigError, EngineConfig
 from runtime.schedule.config import StepLimits
 from runtime.speculative_config import speculative_config
 
@@ -54,7 +55,7 @@ def test_speculation_that_cannot_be_is_refused_by_the_config() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 32, 100, 256, 1000])
 def test_default_buckets_ascend_to_the_slots_and_waste_at_most_half(slots: int) -> None:
-    buckets = default_buckets(slots)
+    buckets = decode_ladder(slots)
     assert buckets[-1] == slots
     assert list(buckets) == sorted(set(buckets))
     for rows in range(1, slots + 1):

@@ -31,7 +31,6 @@ from models.kernels.attention.query import (
     kind_constants,
     nodes_seen,
     padded_dim,
-    power_of_two_above,
     query,
     rotation_arguments,
     seen_in_tree,
@@ -39,6 +38,7 @@ from models.kernels.attention.query import (
     weights_of_keys,
 )
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
+from models.row_buckets import power_of_two_from
 from parallel.comm.quantised import Activations, memory_of
 
 
@@ -191,7 +191,7 @@ def decode_attention(
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], rule.most
     group = heads // kv_heads
-    real_rows = power_of_two_above(group * inputs.query_len)
+    real_rows = power_of_two_from(group * inputs.query_len)
     block_d = padded_dim(head_dim)
     if out_THD is None:
         out_THD = torch.empty(rows * inputs.query_len, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
@@ -202,7 +202,7 @@ def decode_attention(
     if merged is None and (real_rows >= 8 or warps >= 4):
         merged = 1  # two at once took up to twice as long (tests/bench/window_attention.py)
     elif merged is None:  # more than most rows have would only take registers, and with them other programs' place
-        merged = min(8192 // (real_rows * block_d), power_of_two_above(rule.fewest))
+        merged = min(8192 // (real_rows * block_d), power_of_two_from(rule.fewest))
     _decode_attention_kernel[(kv_heads, rows, most)](
         q_TX, kv_layer[0], kv_layer[1], inputs.page_table_BP, inputs.kv_lengths_B,
         inputs.kv_lengths_B if inputs.tree_BQ is None else inputs.tree_BQ, out, *out_scale, workspace, stats, counters,

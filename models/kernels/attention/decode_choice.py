@@ -29,9 +29,10 @@ from models.kernels.attention.decode_work import (
     counters_of,
     workspace_floats,
 )
-from models.kernels.attention.query import padded_dim, power_of_two_above
+from models.kernels.attention.query import padded_dim
 from models.kernels.traits import DeviceTraits
 from models.kv_group import FP8, Planes
+from models.row_buckets import power_of_two_from
 
 MOST_BLOCK = 64  # keys of a block of any launch
 _MANY_PAIRS = 1024  # (row, kv head) pairs; from here on a step on an H200 reached the power limit
@@ -124,7 +125,7 @@ class DecodeChoice:
                 return True, blocks
         row_bytes = padded_dim(head_dim) * max(2, kv_layer.element_size())  # as in products
         shared = self.traits.shared_bytes - _SHARED_RESERVE
-        tall = power_of_two_above(query_rows)
+        tall = power_of_two_from(query_rows)
         blocks = _attention_blocks(pairs, tall, row_bytes, shared, every_split=every_split)
         if tuned is not None and not tuned.tma:
             needed = _attention_shared(tuned.block_n, tuned.stages, tall, row_bytes)
@@ -144,7 +145,7 @@ class DecodeChoice:
         if not decode_window.supports(heads, kv_layer, inputs, _WINDOW_BLOCK):
             return None
         rows, (_, _, _, kv_heads, head_dim) = inputs.kv_lengths_B.shape[0], kv_layer.shape
-        pairs, query_rows = rows * kv_heads, power_of_two_above(heads // kv_heads * inputs.query_len)
+        pairs, query_rows = rows * kv_heads, power_of_two_from(heads // kv_heads * inputs.query_len)
         # For so few pairs a plan and a merge cost as much as the list gains.
         if pairs < _FEW_PAIRS or (pairs == _FEW_PAIRS and query_rows < 64):
             return None
@@ -169,7 +170,7 @@ class DecodeChoice:
         by_tma, (block_n, _, _) = self.variant(inputs, heads, kv_layer)
         most, pairs, splits = inputs.max_kv_length, rows * kv_heads, MOST_SPLITS
         query_rows = heads // kv_heads * inputs.query_len
-        tall = power_of_two_above(query_rows)
+        tall = power_of_two_from(query_rows)
         fewest = choose_splits(rows, kv_heads, most, block_n, 0 if by_tma else self.traits.multiprocessors)
         window = self.window(inputs, heads, kv_layer)
         every_split = self.without_list(inputs, heads, kv_layer)
@@ -214,7 +215,7 @@ class DecodeChoice:
 
     def merges_apart(self, pairs: int, query_rows: int, head_dim: int) -> bool:
         """Whether splits of these rows are merged by a launch of its own; asked where each split is a program."""
-        return _merged_apart(pairs, power_of_two_above(query_rows), head_dim)
+        return _merged_apart(pairs, power_of_two_from(query_rows), head_dim)
 
 
 def longest_window(heads: int, planes: Planes) -> int | None:

@@ -40,7 +40,6 @@ from models.kernels.attention.query import (
     kind_arguments,
     kind_constants,
     padded_dim,
-    power_of_two_above,
     query,
     rotation_arguments,
     steady_of_rotation,
@@ -48,6 +47,7 @@ from models.kernels.attention.query import (
 )
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import FP8
+from models.row_buckets import power_of_two_from
 from parallel.comm.quantised import Activations, memory_of
 
 MOST_QUERY_ROWS = 16  # of a kv head, by TMA; more were not tried
@@ -267,7 +267,7 @@ def attend_list(
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], work.rule.most
     group = heads // kv_heads
-    real_rows = power_of_two_above(group * inputs.query_len)
+    real_rows = power_of_two_from(group * inputs.query_len)
     block_d = padded_dim(head_dim)
     if out_THD is None:
         tokens = rows * inputs.query_len if inputs.starts_B is None else q_TX.shape[0]

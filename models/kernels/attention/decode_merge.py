@@ -22,8 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_work import SplitRule, splits_of_rows
-from models.kernels.attention.query import first_key, padded_dim, power_of_two_above, with_sinks
+from models.kernels.attention.query import first_key, padded_dim, with_sinks
 from models.kernels.interface import PLAIN, AttentionKind
+from models.row_buckets import power_of_two_from
 from parallel.comm.quantise_triton import quantised
 from parallel.comm.quantised import Activations, memory_of
 
@@ -238,9 +239,9 @@ def merge_splits(
 ) -> None:
     """Merges into ``out`` what the launch before it kept APART. In split order, so bits are always the same."""
     rows = inputs.kv_lengths_B.shape[0]
-    real_rows = power_of_two_above(heads // kv_heads * inputs.query_len)
+    real_rows = power_of_two_from(heads // kv_heads * inputs.query_len)
     few = min(_QUERY_ROWS, real_rows)
-    most = power_of_two_above(rule.most)
+    most = power_of_two_from(rule.most)
     _merge_splits_kernel[(real_rows // few, kv_heads, rows)](
         inputs.kv_lengths_B, *memory_of(out), partial, stats, stats if kind.sinks_H is None else kind.sinks_H, kv_heads,
         rule.fewest, rule.longest, rule.most,

@@ -25,16 +25,9 @@ from models.inputs import DecodeAttention
 from models.kernels.attention.decode_list import HEAD_DIMS, LINE_BYTES
 from models.kernels.attention.decode_merge import finish_unit, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
-from models.kernels.attention.query import (
-    LOG2_E,
-    block_to_l2,
-    nodes_seen,
-    power_of_two_above,
-    query,
-    seen_in_tree,
-    weights_of_keys,
-)
+from models.kernels.attention.query import LOG2_E, block_to_l2, nodes_seen, query, seen_in_tree, weights_of_keys
 from models.kv_group import FP8
+from models.row_buckets import power_of_two_from
 from parallel.comm.quantised import Activations, memory_of
 
 QUERY_ROWS = range(16, 129)  # of a kv head
@@ -160,7 +153,7 @@ def attend_windows(
     _, _, page, kv_heads, head_dim = kv_layer.shape
     (tokens, heads, _), rows, most = q_THD.shape, inputs.kv_lengths_B.shape[0], work.rule.most
     group = heads // kv_heads
-    query_rows = power_of_two_above(group * inputs.query_len)
+    query_rows = power_of_two_from(group * inputs.query_len)
     if out_THD is None:
         out_THD = torch.empty(tokens, heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
     out, *out_scale = memory_of(out_THD)

@@ -23,7 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention
-from models.kernels.attention.query import first_key, padded_dim, power_of_two_above
+from models.kernels.attention.query import first_key, padded_dim
+from models.row_buckets import power_of_two_from
 
 MERGED_AT_ONCE = 16  # splits that one program merges; more are merged in groups of as many, then the groups
 MOST_SPLITS = MERGED_AT_ONCE**2  # of a row
@@ -64,7 +65,7 @@ def workspace_floats(rows: int, kv_heads: int, query_rows: int, head_dim: int, m
     if most == 1:
         return 0
     slots = most + -(-most // MERGED_AT_ONCE)
-    return rows * kv_heads * slots * power_of_two_above(query_rows) * (padded_dim(head_dim) + 2)
+    return rows * kv_heads * slots * power_of_two_from(query_rows) * (padded_dim(head_dim) + 2)
 
 
 def counters_of(rows: int, kv_heads: int, most: int) -> int:
@@ -78,7 +79,7 @@ def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, pr
     Up to ``programs`` pairs of row and kv head get two splits even where these are more programs: two halves on one
     multiprocessor are faster than one whole row that has it to itself.
     """
-    most, pairs = power_of_two_above(-(-max_kv_length // block_n)), rows * kv_heads
+    most, pairs = power_of_two_from(-(-max_kv_length // block_n)), rows * kv_heads
     wanted = max(1, programs // pairs, 2 * programs // pairs if 2 * pairs > programs else 1)
     return max(1, min(64, most, 1 << (wanted.bit_length() - 1)))
 
@@ -171,7 +172,7 @@ def plan_decode(inputs: DecodeAttention, rule: SplitRule, pdl: bool, window: int
     units_U4 = torch.empty(1 + rows * rule.most, 4, dtype=torch.int32, device=inputs.kv_lengths_B.device)
     _plan_decode_kernel[(-(-rows // _ROWS),)](
         inputs.kv_lengths_B, units_U4, rows, rule.block, rule.fewest, rule.longest, rule.most,
-        QUERY_LEN=inputs.query_len if window else 0, WINDOW=window or 0, ALL=max(_ROWS, power_of_two_above(rows)),
+        QUERY_LEN=inputs.query_len if window else 0, WINDOW=window or 0, ALL=max(_ROWS, power_of_two_from(rows)),
         ROWS=_ROWS, AT_ONCE=_AT_ONCE, SKIP_EMPTY=inputs.skip_empty, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return DecodeWork(units_U4, rule)

@@ -27,15 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import DecodeAttention, PrefillAttention
 from models.kernels.attention.prefill import Blocks, heads_of_a_tile, launch_over_tiles
 from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
-from models.kernels.attention.query import (
-    capped,
-    kind_arguments,
-    kind_constants,
-    padded_dim,
-    power_of_two_above,
-    with_sinks,
-)
+from models.kernels.attention.query import capped, kind_arguments, kind_constants, padded_dim, with_sinks
 from models.kernels.interface import PLAIN, AttentionKind
+from models.row_buckets import power_of_two_from
 
 CHUNK = 512  # keys; changes bits, so it is not tuned by shape
 COUNTERS = 1 << 16  # int32 counters that merging has
@@ -415,7 +409,7 @@ def decode_attention(
     blocks = blocks_for(q_THD.dtype, head_dim)
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)
     a_tile = blocks.m // pack
-    real_rows = min(blocks.m, power_of_two_above(pack * min(query_len, a_tile)))
+    real_rows = min(blocks.m, power_of_two_from(pack * min(query_len, a_tile)))
     block_d = padded_dim(head_dim)
     if out_THD is None:
         tokens = rows * query_len if inputs.starts_B is None else q_THD.shape[0]

@@ -17,6 +17,7 @@ from models.kernels.attention.kv_element import as_element
 from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.interface import AttentionKind, Rotation
+from models.row_buckets import power_of_two_from
 
 LOG2_E = 1.4426950408889634
 
@@ -171,14 +172,9 @@ def kind_constants(kind: AttentionKind) -> dict[str, int | bool]:
     return {"WINDOW": kind.window or 0, "CAP": kind.softcap is not None, "SINKS": kind.sinks_H is not None}
 
 
-def power_of_two_above(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (1 for n < 1)."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def padded_dim(head_dim: int) -> int:
     """The width of a head in a tile."""
-    return max(16, power_of_two_above(head_dim))
+    return max(16, power_of_two_from(head_dim))
 
 
 def rotation_arguments(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.inputs import PIECE, DecodeAttention, PrefillAttention, RepeatedPrefill
+from models.inputs import PIECE, DecodeAttention, PrefillAttention
 from models.kernels.attention import (
     decode,
     decode_choice,
@@ -304,31 +304,16 @@ def _rotating_call(
 
 
 def _splits_chunks(ops: Any) -> Run:
-    def splits_chunks(heads: int, kv_layer: Tensor) -> bool:
-        few = heads // kv_layer.shape[3] * PIECE <= MOST_FLOAT32_ROWS
-        return kv_layer.dtype != torch.float32 or few
-
-    return splits_chunks
+    few = MOST_FLOAT32_ROWS // PIECE  # query heads of a key head
+    return lambda heads, kv_layer: kv_layer.dtype != torch.float32 or heads // kv_layer.shape[3] <= few
 
 
 def _decode_same_bits(ops: Any) -> Run:
-    memory, multiprocessors, pdl = (ops.attention_sums, ops.attention_counters), ops.traits.multiprocessors, ops.pdl
-
-    def decode_attention(
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        out_THD: Tensor | None = None,
-        *,
-        into: None = None,
-        kind: AttentionKind = PLAIN,
-    ) -> Tensor:
-        _require_head_dim(kv_layer)
-        launch = {"multiprocessors": multiprocessors, "pdl": pdl, "kind": kind}
-        return invariant.decode_attention(q_THD, kv_layer, inputs, scale, *memory, out_THD=out_THD, **launch)
-
-    return decode_attention
+    memory = ops.attention_sums, ops.attention_counters
+    launch = {"multiprocessors": ops.traits.multiprocessors, "pdl": ops.pdl}
+    return lambda q_THD, kv_layer, inputs, scale, out_THD=None, *, into=None, kind=PLAIN: invariant.decode_attention(
+        q_THD, _with_a_kernel(kv_layer), inputs, scale, *memory, out_THD=out_THD, kind=kind, **launch
+    )
 
 
 # ---- prompts ----
@@ -347,17 +332,13 @@ def _prefill(ops: Any) -> Run:
 
 
 def _plan_same_bits(inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> PrefillAttention:
-    _require_head_dim(kv_layer)
-    return dataclasses.replace(inputs, planned=invariant.listed_tiles(inputs, heads, kv_layer))
+    return dataclasses.replace(inputs, planned=invariant.listed_tiles(inputs, heads, _with_a_kernel(kv_layer)))
 
 
 def _repeat_same_bits(ops: Any) -> Run:
-    def repeat_prefill(page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer: Tensor) -> RepeatedPrefill:
-        _require_head_dim(kv_layer)
-        a_tile = invariant.tokens_of_a_tile(heads, kv_layer)
-        return RepeatedTiles(ops.device, len(page_table_BP), max_tokens, a_tile)
-
-    return repeat_prefill
+    return lambda page_table_BP, max_tokens, heads, kv_layer: RepeatedTiles(
+        ops.device, len(page_table_BP), max_tokens, invariant.tokens_of_a_tile(heads, _with_a_kernel(kv_layer))
+    )
 
 
 def _prefill_same_bits(ops: Any) -> Run:
@@ -375,11 +356,13 @@ def _prefill_same_bits(ops: Any) -> Run:
     return prefill_attention
 
 
-def _require_head_dim(kv_layer: Tensor) -> None:
+def _with_a_kernel(kv_layer: Tensor) -> Tensor:
+    """``kv_layer``. Raises RuntimeError for heads that no kernel of the deterministic mode takes."""
     if not invariant.supports(kv_layer.shape[-1]):
         raise RuntimeError(
             f"attention with heads of {kv_layer.shape[-1]} dims has no batch-invariant kernel (256 at most)"
         )
+    return kv_layer
 
 
 ROWS = (

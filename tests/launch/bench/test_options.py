@@ -12,7 +12,8 @@ from launch.bench.options import BenchCommand, LatencyOptions, ThroughputOptions
 from launch.bench.session import SHAPES, model_folder, open_session
 from launch.cli import build_parser, parse
 from launch.errors import UsageError
-from runtime.config import EngineConfig, default_buckets
+from models.row_buckets import decode_ladder
+from runtime.config import EngineConfig
 from tests.runtime.engine.rig import tiny_folder
 
 
@@ -112,7 +113,7 @@ def test_the_fixed_batch_protocol_sets_the_engine(tmp_path: Path) -> None:
     assert config.prefill_burst >= 1 << 20
     assert config.max_model_len == 256, "4096, but the model ends here"
     assert config.max_num_seqs == 40, "raised from the CPU's 32"
-    assert config.decode_buckets == default_buckets(40)
+    assert config.decode_buckets == decode_ladder(40)
     assert config.load_format == "dummy", "the folder holds no weights"
 
 

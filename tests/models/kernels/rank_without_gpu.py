@@ -25,6 +25,7 @@ from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.ops import nvidia, tuned
 from models.registry import config_from_folder, model_class
+from models.row_buckets import decode_ladder
 from models.weights import without_memory
 from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
@@ -32,7 +33,7 @@ from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Quantised
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.weight import Weight
-from runtime.config import DEVICE_DEFAULTS, default_buckets
+from runtime.config import DEVICE_DEFAULTS
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
@@ -51,7 +52,7 @@ from tests.plant import Kernels, make_decode_step, make_prefill_step, plant
 
 META = torch.device("meta")
 SHAPES = Path(__file__).parents[3] / "models/shapes"
-BUCKETS = default_buckets(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
+BUCKETS = decode_ladder(DEVICE_DEFAULTS["max_num_seqs"]["cuda"])
 PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
 MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
 GREEDY = SamplingVariant()
