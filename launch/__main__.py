@@ -63,7 +63,7 @@ def _main(command: AnyCommand) -> int:
         return _refused(command, error)
     from torch.distributed.elastic.multiprocessing.errors import record  # after parsing: --help needs no torch
 
-    # One rank alone has no watchdog, and as PID 1 of a container it would not hear a SIGTERM that nobody handles.
+    # One rank alone has no watchdog, and as PID 1 of a container it would ignore a SIGTERM without a handler.
     with raises_on_sigterm() if alone else nullcontext():
         code: int | None = record(_run)(command)
     return 0 if code is None else code
@@ -91,7 +91,7 @@ def _end_with_launcher() -> None:
 
 
 def _log_as(rank: str) -> None:
-    """The leader tells what happens, the others only what is wrong, under their own names."""
+    """The leader reports what happens, the others only what is wrong, under their own names."""
     name, level = ("lockstride", logging.INFO) if rank == "0" else (f"lockstride rank {rank}", logging.WARNING)
     logging.basicConfig(level=level, format=f"{name} %(levelname)s: %(message)s", stream=sys.stderr)
 

@@ -32,7 +32,7 @@ def complete(
     Without any, those of the model's generation_config.json.
 
     Alone in plain Python; under torchrun or srun every rank makes this call and rank 0 gets the answers, the others an
-    empty list; such a process ends with its launcher from then on. ``max_tokens`` is cut to what fits behind a prompt.
+    empty list; such a process ends with its launcher from then on. ``max_tokens`` is cut to what fits after a prompt.
 
     Raises ConfigError, ModelConfigError, RendezvousError or TokenizerError, and on rank 0 RequestError when any of the
     prompts cannot be served as it stands: then none is, and the other ranks return as ever.
@@ -57,7 +57,7 @@ def complete(
 def _prepared(
     client: EngineClient, requests: Sequence[PromptRequest], clock: Callable[[], float] = time.monotonic
 ) -> list[PreparedPrompt]:
-    """All of them, before the engine has any. May take minutes: the other ranks hear meanwhile that all is well."""
+    """All of them, before the engine has any. May take minutes: the other ranks are told meanwhile that all is well."""
     prepared, heard_at = [], clock()
     for request in requests:
         prepared.append(client.prepare(request))

@@ -295,7 +295,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
 def add_engine_options(
     parser: argparse.ArgumentParser, *, shown: Mapping[str, str] | None = None, model: str = _ENGINE["model"].help
 ) -> None:
-    """One flag a field of EngineConfig, in a group of their own.
+    """One flag a field of EngineConfig, in a separate group.
 
     ``shown``: in --help, the defaults by field that the command has instead. ``model``: what it takes for a model.
     """

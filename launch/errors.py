@@ -1,6 +1,6 @@
 """What a command says to its user instead of a traceback.
 
-Knows: the errors that several parts raise. Does not know: commands; errors of one part stand beside that part.
+Knows: the errors that several parts raise. Does not know: commands; errors of one part stand with that part.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def variable(environ: Mapping[str, str], *names: str) -> int:
 def bounded(read: Callable[[str], Any], low: float, high: float = sys.float_info.max) -> Callable[[str], Any]:
     """``read``, then from ``low`` to ``high``; what is no number at all is refused as well.
 
-    ``read`` takes numbers of any sign (``integer``, ``number``), so that each one out of range is told the range.
+    ``read`` takes numbers of any sign (``integer``, ``number``), so that each one out of range gets the range.
     """
 
     def checked(text: str) -> Any:

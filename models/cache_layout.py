@@ -20,7 +20,7 @@ from models.kv_group import KvGroup, Planes
 class SlotState:
     """State of a fixed size, one a sequence: ``tensors`` maps a name to (shape, dtype), as held by this rank.
 
-    Whoever allocates it adds a leading dim of slots, of which 0 is the null slot, and zeroes a slot's row when a
+    Its allocator adds a leading dim of slots, of which 0 is the null slot, and zeroes a slot's row when a
     sequence is seated in it.
     """
 
@@ -59,7 +59,7 @@ class CacheLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The windows of its layers, ascending: the groups that have page tables of their own."""
+        """The windows of its layers, ascending: the groups that have separate page tables."""
         return tuple(sorted({group.window for group in self.groups(1) if group.window is not None}))
 
     def group_of(self, number: int) -> int:

@@ -1,7 +1,7 @@
 """The files of a checkpoint folder: which file holds which tensor, and whether they are exactly what a model wants.
 
 Knows: model.safetensors, its index, and where a file may lie; headers are read by safetensors' own parser only.
-Does not know: models, beyond the names and shapes it is told; how pieces are loaded (weights.py).
+Does not know: models, beyond the names and shapes it is given; how pieces are loaded (weights.py).
 """
 
 from __future__ import annotations

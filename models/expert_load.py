@@ -93,7 +93,7 @@ def start_counting(model: Decoder) -> None:
 
 
 def clear_load(model: Decoder) -> None:
-    """Counting begins anew, in the memory that captured steps add to: what a start-up timed was nobody's request."""
+    """Counting begins anew, in the memory that captured steps add to: start-up runs are no requests."""
     for _, mlp in _sparse_layers(model):
         if mlp.load_E is not None:
             mlp.load_E.zero_()

@@ -1,4 +1,4 @@
-"""StepInputs: everything a forward pass needs beside the weights. There is no global context.
+"""StepInputs: everything a forward pass needs besides the weights. There is no global context.
 
 Knows: the tensors of one step and their shapes. Shape letters: T tokens of the step, B rows, P pages a row,
 R rows that need logits, H query heads, K key/value heads, D head_dim, S page size.
@@ -33,7 +33,7 @@ class DecodeAttention:
     (Ops.decode_attention); else what attention returns for such a row is finite and otherwise undefined.
     starts_B, queries_B int32, on the device: row i's new tokens are T's [starts_B[i], starts_B[i] + queries_B[i]); both
     or neither. Then attention has as many tokens as q; those of no row are undefined.
-    causal: False where a new token sees all new tokens of its row, those behind it, too (a drafter's block). With
+    causal: False where a new token sees all new tokens of its row, later ones, too (a drafter's block). With
     neither ``starts_B`` nor ``tree_BQ``.
     tree_BQ int32 [B, query_len], on the device: the new tokens are the nodes of a tree, its root first and parents
     before children, in that order in the cache. A token sees all before the root, the root, and node n (1 to 32) where
@@ -58,7 +58,7 @@ class DecodeAttention:
 def seen_keys(inputs: DecodeAttention, positions_L: Tensor, window: int | None = None) -> Tensor:
     """bool [B, query_len, L]: whether each new token sees the keys at places ``positions_L`` (int64) of its row.
 
-    ``window``: only the last so many positions up to its own. A tree's node is at its depth behind the root.
+    ``window``: only the last so many positions up to its own. A tree's node is at its depth below the root.
     Of rows with fewer tokens than ``query_len``, which are not live, the first key is seen at least.
     """
     new = inputs.query_len
@@ -105,7 +105,7 @@ class PlanTable(Protocol):
         self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int, tokens: int
     ) -> npt.NDArray[np.int32]:
         """int32 [X, 4], contiguous: a plan, as launches over ``tokens`` read it from the beginning of ``place``,
-        whatever lies behind. X is at most E, and at most ``tokens``. Host work alone.
+        whatever follows. X is at most E, and at most ``tokens``. Host work alone.
 
         The rest as in PrefillAttention. ValueError for more rows or tokens than there is room for.
         """
@@ -122,9 +122,9 @@ class RepeatedPrefill(Protocol):
         ...
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:
-        """Enqueue what the next replay reads, on the current stream, behind the replays before it; no host sync.
+        """Enqueue what the next replay reads, on the current stream, after the replays before it; no host sync.
 
-        Where there is a ``table``, for start-up alone: it makes a copy of its own.
+        Where there is a ``table``, for start-up alone: it makes another copy.
         Arguments as in PrefillAttention, at most as many rows as the page table has and as many tokens as agreed on.
         """
         ...
@@ -150,11 +150,11 @@ class PrefillAttention:
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
-    """Rows that decode, ``query_len`` tokens each, before rows that prefill; how many of each the device alone knows.
+    """Decode rows, ``query_len`` tokens each, before prefill rows; how many of each the device alone knows.
 
     ``decode``: of the first rows, as many as could decode, with kv_lengths_B 0 for those that do not; row i's tokens
     begin at i * query_len. ``prefill``: of all rows, none of whose tokens decode; its page table may have more rows
-    than ``decode``. Or, of a few short chunks behind long prefixes, their pieces of at most PIECE tokens, each a row
+    than ``decode``. Or, of a few short chunks after long prefixes, their pieces of at most PIECE tokens, each a row
     with ``starts_B``: keys are split between programs then, which prefill attention does not do.
     The new keys and values of all rows are written before any row attends: rows may share pages.
     """
@@ -180,15 +180,15 @@ class StateTree:
 class StateRows:
     """Whose state each row continues, for layers that keep one of a fixed size (SlotState).
 
-    slots_B int64: the row of the banks that row i reads before its new tokens and writes behind them. A row that is not
-    live (a ghost, padding) has 0, the null slot, which any number of rows may share: what it holds belongs to nobody.
+    slots_B int64: the row of the banks that row i reads before its new tokens and writes after them. A row that is not
+    live (a ghost, padding) has 0, the null slot, which any number of rows may share: its contents mean nothing.
     ends_B int64: row i's new tokens are T's [ends_B[i - 1], ends_B[i]), from 0 for the first; possibly none, and those
     past the last end are padding, of which a mixer may return anything. None where every row has as many, T / B.
 
-    undecided: there where it is decided behind the forward pass how many of a row's new tokens are kept (speculation).
-    A mixer then leaves state as it is, and hands an Undecided to whoever decides, who need not keep all of it. What
+    undecided: there if it is decided after the forward pass how many of a row's new tokens are kept (speculation).
+    A mixer then leaves state as it is, and hands an Undecided to the decider, which need not keep all of it. What
     mixers give to kernels has one of the other two instead. frozen: state is read, never written. kept_B: of each row's
-    new tokens only so many count (any int; possibly none). State takes these in, and nobody reads what is returned.
+    new tokens only so many count (any int; possibly none). These update the state, and what is returned is not read.
 
     writes_B int64, with ``ends_B``: there where only some rows are undecided, windows of ``window`` tokens at most: the
     row of the banks that row i writes, which is 0 for those rows and that of slots_B for the others. None: slots_B.
@@ -216,7 +216,7 @@ class StateRows:
 
     @property
     def replays(self) -> bool:
-        """Whether state takes in tokens whose results were read before: nobody reads what is returned now."""
+        """Whether tokens update the state whose results were read before: what is returned now is not read."""
         return self.kept_B is not None and not self.frozen
 
     @property
@@ -229,7 +229,7 @@ class StateRows:
 class Undecided:
     """What a layer made of a step's new tokens [T, X], of which its state is still to take some in.
 
-    ``advance(made_TX, rows, positions_T)`` takes in the tokens that ``rows`` says, with ``kept_B``; ``layer``: whose.
+    ``advance(made_TX, rows, positions_T)`` applies the tokens that ``rows`` says, with ``kept_B``; ``layer``: whose.
     """
 
     layer: object

@@ -46,7 +46,7 @@ def quoted(name: object) -> str:
 
 
 def header_fault(file: Path) -> str | None:
-    """What is wrong with the header, naming the tensor where it is one's; None when that cannot be told."""
+    """What is wrong with the header, naming the tensor where it is one's; None if that cannot be known."""
     try:
         text = _header_text(file)
         if len(text) > _EXPLAINED_BYTES:

@@ -22,7 +22,7 @@ def listen(path: Path, backlog: int) -> socket.socket:
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise OSError(errno.ENAMETOOLONG, f"AF_UNIX path too long: more than {_LONGEST_PATH} bytes")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Whoever waits for the file to appear connects at once: bound there, it would refuse until it listens.
+    # A client that waits for the file connects at once: bound there, it would refuse until it listens.
     unready = path.with_name(f".{os.getpid()}")
     try:
         if path.is_socket() and not _answers(path):

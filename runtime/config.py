@@ -22,7 +22,7 @@ Device = Literal["cpu", "cuda"]
 PrefillWanted = Literal["auto", "flashinfer", "triton"]
 KvCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 
-# A field left at this default is filled in __post_init__, from DEVICE_DEFAULTS or from another field: nobody ever sees
+# A field left at this default is filled in __post_init__, from DEVICE_DEFAULTS or another field: no reader sees
 # it unfilled.
 _FILLED_IN: Final[Any] = None
 
@@ -86,7 +86,7 @@ class EngineConfig:
 
     model: folder in the Hugging Face layout. load_format "dummy" makes deterministic random weights and reads only
     config.json. dtype "auto" takes the checkpoint's. device "auto" takes cuda where there is a GPU.
-    data_parallel: groups of ``tensor_parallel`` ranks, each with requests of its own; the experts lie on all ranks.
+    data_parallel: groups of ``tensor_parallel`` ranks, each with separate requests; the experts lie on all ranks.
     expert_parallel: each rank has whole experts, instead of a share of each; on where there are several groups.
     expert_load: file for the tokens that each expert got; expert_map: such a file, from which experts are placed on
     ranks. max_model_len: tokens of prompt and answer together; None takes the model's own limit.
@@ -111,11 +111,11 @@ class EngineConfig:
     kv_cache_dtype: of keys and values in the cache; auto takes that of activations, fp8 is fp8_e4m3 (float8_e4m3fn).
     fp8_activations: whether activations are quantised where weights are FP8: auto quantises them where that is faster
     (on CPUs nowhere), which follows the number of rows; with speculation in every step of decoding.
-    deterministic: the same bits for a request whoever shares its steps (docs/determinism.md), by slower kernels.
+    deterministic: the same bits for a request whatever shares its steps (docs/determinism.md), by slower kernels.
     num_snapshots: snapshots of recurrent state for prefix caching, of a model that keeps some; None takes a share of
     the memory. snapshot_interval: blocks after which a prompt leaves one; None: as many as a step's token budget holds;
     0: nowhere but at its last full block, and where the prefix ends that it has in common with another.
-    max_waiting: requests that may queue. max_sessions: sessions there may be, each with a slot of its own beside
+    max_waiting: requests that may queue. max_sessions: sessions there may be, each with a slot in addition to
     those of other requests. session_policy: what becomes of parked ones when memory is short (SchedulerConfig).
     horizon: L, steps by which the leader announces events ahead; None takes the least that hides what a record takes
     to the slowest rank.

@@ -261,7 +261,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """After an error, tell the other ranks at once and wait for nothing: a collective may never end.
+        """After an error, inform the other ranks at once and wait for nothing: a collective may never end.
 
         With a watchdog this does not return: every rank writes its bundle, and its process ends.
         """

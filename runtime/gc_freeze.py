@@ -22,7 +22,7 @@ def freeze_heap() -> Callable[[], None]:
 
     What is hidden and becomes garbage is freed only if nothing in a reference cycle holds it. So what was returned
     puts everything back into sight once no engine of the process is open (also what others gave to gc.freeze: Python
-    does not tell them apart). It may be called more than once, and from any thread. Takes as long as a full collection.
+    does not distinguish them). It may be called more than once, and from any thread. As slow as a full collection.
     """
     holder = object()
     gc.collect()  # garbage would be kept, too

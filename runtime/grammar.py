@@ -3,7 +3,7 @@
 Knows: the notation (llguidance's: Lark with JSON schemas, or several of these as JSON), limits on the work that one may
 cause, where stop ids are allowed. Does not know: fields of requests (frontend/structured.py), slots, steps, devices.
 
-Every rank has a matcher of its own for each request, so no mask travels. Limits are counts, not times: a grammar that
+Every rank has a matcher for each request, so no mask travels. Limits are counts, not times: a grammar that
 is refused on one rank is refused on all.
 """
 

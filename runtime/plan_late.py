@@ -4,10 +4,10 @@ Knows: when steps were launched and landed on rank 0's clock, how long steps of 
 takes from its beginning to its launch. Does not know: what is waited for (runtime/frontend), plans, devices.
 
     device   |---- step N ----------------------------|---- step N + 1 ------
-    rank 0   lands N - 1, tells |  reads arrivals  ... | turn N + 1: agree, plan, launch | lands N
+    rank 0   lands N - 1, sends |  reads arrivals  ... | turn N + 1: agree, plan, launch | lands N
                                  <------ slack ------->  <--------- margin -------------->
 
-Without it turn N + 1 is taken as soon as N - 1 has landed, and whoever arrives while N runs waits for two steps. No
+Without it turn N + 1 is taken as soon as N - 1 has landed, and what arrives while N runs waits for two steps. No
 clock enters a plan: rank 0's clock says *when* a turn begins, which it always did; the other ranks wait for its record.
 All that a wrong estimate costs is idle time of the device, which is counted and widens the margin.
 """

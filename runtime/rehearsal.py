@@ -1,10 +1,10 @@
 """Rows that really run, before the engine's first step, for what is timed at start-up.
 
-Knows: how requests of a scheduler of its own are served serially until every row has decoded a few times, and that
+Knows: how requests of a separate scheduler are served serially until every row has decoded a few times, and that
 nothing of them stays. Does not know: what is timed (chain_depth.py, window_costs.py).
 
 A graph replayed over padding is no measure of a step with experts: they compute nothing for padding and for rows that
-have ended, and the same few for rows that are alike. So each request has a prompt of its own, unlike those of other
+have ended, and the same few for rows that are alike. So each request has a prompt unlike those of other
 data-parallel groups, too, and all of them run on until the times are taken.
 """
 

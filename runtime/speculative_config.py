@@ -23,7 +23,7 @@ WITH_OWN_LAYER: Final = ("mtp",)  # of these: whose weights may lie in the targe
 DEFAULT_LOOKUP: Final = 5  # tokens of an n-gram, where neither end of the range is given, as in vLLM
 ACCEPTANCE_METHODS: Final = ("standard", "synthetic")
 DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
-BRANCHING: Final = ("mtp", "dflash", "eagle3", "synthetic")  # methods whose guesses can be trees: ``tree_size``
+BRANCHING: Final = ("mtp", "dflash", "eagle3", "synthetic")  # methods whose drafts can be trees: ``tree_size``
 MOST_TREE_TOKENS: Final = 33  # the root and a node for each bit of a mask
 DEFAULT_TREE_TOP_K: Final = 8
 DEFAULT_MIXED_STEP_PERCENT: Final = 25
@@ -38,18 +38,18 @@ class SpeculativeConfigError(ValueError):
 class SpeculativeConfig:
     """The keys of --speculative-config. After construction none is left open that the method needs.
 
-    method: who proposes: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beside the
-    model that guesses one token after the other, ``eagle3`` one that reads several layers of the model, ``dflash`` a
-    small model that guesses a block at once; ``synthetic`` proposes any tokens, of which a scripted number is kept: for
+    method: the drafter: ``ngram`` looks for the latest tokens earlier in the sequence; ``mtp`` is a layer beyond the
+    model that drafts one token after the other, ``eagle3`` one that reads several layers of the model, ``dflash`` a
+    small model that drafts a block at once; ``synthetic`` proposes any tokens, of which a scripted number is kept: for
     measurements only.
     model: folder of the drafter's weights, for methods that have some; without it ``mtp`` is a layer of the target's
     own checkpoint.
-    token_map: of methods with weights: the ids that the drafter guesses among, for a cheaper head: a file of them
+    token_map: of methods with weights: the ids that the drafter drafts from, for a cheaper head: a file of them
     (SGLang's --speculative-token-map), or a number for the first so many. None: all, or those of the drafter's folder.
     num_speculative_tokens: k, proposals a round; a row may gain k + 1 tokens in a step.
     prompt_lookup_max, prompt_lookup_min: of ngram: the longest and shortest run of tokens that is looked for. One alone
     stands for both; without either both are 5.
-    draft_sample_method: ``greedy`` proposes what a drafter finds likeliest; ``probabilistic`` draws proposals of
+    draft_sample_method: ``greedy`` proposes what a drafter finds most probable; ``probabilistic`` draws proposals of
     requests that draw at random, and keeps them by rejection sampling with the probabilities of both: the distribution
     is that without speculation, the tokens are not.
     rejection_sample_method: ``standard`` keeps what the target draws itself; ``synthetic`` keeps as many proposals as
@@ -58,16 +58,16 @@ class SpeculativeConfig:
     the k proposals are kept; in [0, 1], not ascending. synthetic_acceptance_length: instead: the mean number of tokens
     a round, 1 to k + 1, from which rates are made with the least spread.
     tree_size: tokens of a draft tree, root included, of which a round keeps a path of num_speculative_tokens at most;
-    None: a chain. At least one more than num_speculative_tokens: the likeliest path is in the tree whole.
-    tree_top_k: the likeliest tokens at each place that a path may take.
-    disable_by_batch_size: the most rows that decode together for a step to be a window; 0 never makes one. None:
+    None: a chain. At least one more than num_speculative_tokens: the best path is in the tree whole.
+    tree_top_k: the best tokens at each place that a path may take.
+    disable_by_batch_size: the most decode rows for a step to be a window; 0 never makes one. None:
     windows are made where landed rounds say that they pay (schedule/speculation.py).
     fewer_speculative_tokens: smaller k, descending, which a step may have where measured costs and landed rounds say
-    that it gives more tokens/s; each is captured, too. Chains only, and not beside disable_by_batch_size, which is a
-    rule of its own. None: where windows are chains of 8 tokens or more, without that rule, the k of W // 2 and W // 4
+    that it gives more tokens/s; each is captured, too. Chains only, and not with disable_by_batch_size, which is a
+    separate rule. None: where windows are chains of 8 tokens or more, without that rule, the k of W // 2 and W // 4
     tokens (``fewer``); a start without a GPU, and data-parallel groups, have none then.
     mixed_step_percent: of the tokens that a step with prompt chunks may have, so many may be windows' of the rows that
-    decode beside them; with 0 these rows have one token each.
+    decode with them; with 0 these rows have one token each.
 
     Raises SpeculativeConfigError at construction.
     """

@@ -30,7 +30,7 @@ _FIRST_KV_CELL = 1 << 14  # tokens of KV; cells of the table double from here to
 def mixed_steps(
     config: EngineConfig, model: Decoder, executor: Executor, share: Callable[[Callable[[], str]], str] | None
 ) -> MixedSteps | None:
-    """The budgets of steps in which rows decode beside chunks; None where none are run.
+    """The budgets of steps in which rows decode with chunks; None where none are run.
 
     With several ranks a collective call. ``share(make)`` returns on every rank what ``make()`` returned on rank 0.
     """
@@ -61,7 +61,7 @@ def mixed_steps(
 
 
 def costly_prefix(model: Decoder) -> int:
-    """Tokens of a prefix behind which a token's attention costs as many multiplications as its matrix products."""
+    """Tokens of a prefix after which a token's attention costs as many multiplications as its matrix products."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     products = sum(_multiplications(layer) for layer in layers)
     attending = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]

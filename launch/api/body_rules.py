@@ -1,7 +1,7 @@
 """What `generate` and `serve` agree on for OpenAI's bodies: refused fields, a chat's messages, names in errors.
 
 Knows: which values of a field that is not there change nothing, what a message may hold. Does not know: legal ranges
-(runtime/frontend/validation.py), fields' types (schema.py), how an error is told.
+(runtime/frontend/validation.py), fields' types (schema.py), how an error is shown.
 
 Everything here raises RequestError, with the field to blame.
 """
@@ -135,7 +135,7 @@ def score_prompts(body: CompletionFields) -> bool:
 
 
 def chat_logprobs(body: ChatFields) -> int | None:
-    """How many likely tokens stand beside each of a chat's answer; None: no log-probabilities."""
+    """How many likely tokens are shown for each of a chat's answer; None: no log-probabilities."""
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise RequestError(f"top_logprobs is {_shown(top)}, but must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")

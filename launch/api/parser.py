@@ -203,7 +203,7 @@ class RequestParser:
 
     def _chat_request(self, number: int, line_id: LineId, body: ChatBody) -> PreparedRequest:
         if body.tool_choice == "none":
-            body.tools = None  # the model may not call any: it is told of none
+            body.tools = None  # the model may not call any: it is shown none
         _refuse_unsupported(body, REFUSED, REFUSED_IN_CHATS, served_only=SERVED_ONLY_CHATS)
         if self._chat is None:
             raise RequestError("the model folder has no chat template: add chat_template.jinja, or send a prompt")

@@ -5,7 +5,7 @@ Knows: field names of each form, and how to read back whose row a line is. Does 
 Simple form    {"id", "text", "token_ids", "finish_reason", "seed", "logprobs"?, "speculation"?, "prompt_logprobs"?,
                "usage", "timing"}; with n > 1 the answers stand in "choices", each with its "index".
 OpenAI form    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}; the body is that of the
-               endpoint, with "token_ids", "seed", "timing", with guesses "speculation" and, where asked for, vLLM's
+               endpoint, with "token_ids", "seed", "timing", with drafts "speculation" and, where asked for, vLLM's
                "prompt_logprobs" added.
 Errors         {"id", "error": {"line", "code", "message"}}; in the OpenAI form the envelope with status 400 or 500 and
                the same "error". docs/generate.md has a row of each form, and the codes.

@@ -71,7 +71,7 @@ class TokenPlaces:
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token on its own; special tokens and those without a text of their own are shown by number."""
+    """A token on its own; special tokens and those without a text are shown by number."""
     return (tokenizer.own_text(token_id) if tokenizer is not None else "") or f"<token {token_id}>"
 
 
@@ -88,7 +88,7 @@ def simple(entries: Sequence[TokenLogprob | None]) -> list[Row | None]:
 def of_completion(placed: Iterable[Placed], places: TokenPlaces, before: Row | None = None) -> Row:
     """``logprobs`` of an OpenAI completion: columns, added to those of ``before`` (with ``echo``, the prompt's).
 
-    As there and in vLLM, a token's own value stands among ``top_logprobs`` even where it is not among the likeliest.
+    As there and in vLLM, a token's own value stands among ``top_logprobs`` even where it is not among the best.
     """
     row: Row = before or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry in placed:
@@ -100,7 +100,7 @@ def of_completion(placed: Iterable[Placed], places: TokenPlaces, before: Row | N
 
 
 def _by_text(entry: TokenLogprob, places: TokenPlaces) -> dict[str, float]:
-    """Text -> value; of tokens that read the same, the likeliest."""
+    """Text -> value; of tokens that read the same, the best."""
     by_text: dict[str, float] = {}
     for token, value in (*entry.top, (entry.token_id, entry.logprob)):
         by_text.setdefault(places.shown(token)[0], value)
@@ -125,7 +125,7 @@ def of_chat(entries: Iterable[TokenLogprob], places: TokenPlaces) -> list[Row]:
 def of_prompt(
     entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
 ) -> list[dict[str, dict[str, float | int | str]] | None]:
-    """``prompt_logprobs`` of vLLM: by token id, the likeliest ones and the prompt's own; null for the first token."""
+    """``prompt_logprobs`` of vLLM: by token id, the best ones and the prompt's own; null for the first token."""
 
     def shown(token_id: int, logprob: float, rank: int) -> dict[str, float | int | str]:
         return {"logprob": logprob, "rank": rank, "decoded_token": token_text(token_id, tokenizer)}

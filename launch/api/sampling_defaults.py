@@ -1,6 +1,6 @@
 """How a request that does not say is drawn: the command line first, then the model folder, then the API's defaults.
 
-Knows: who wins, and how what was taken is told. Does not know: what a request says itself (schema.py).
+Knows: who wins, and how what was taken is logged. Does not know: what a request says itself (schema.py).
 
 The folder has a say because users of vLLM expect it (there: --generation-config auto): a model that was tuned for
 temperature 0.6 and top-p 0.95 rambles at 1.0. Benchmarks name every parameter themselves and never come here.

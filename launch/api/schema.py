@@ -173,7 +173,7 @@ class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LinePeek(msgspec.Struct):
-    """What tells the two forms apart, and the id for an error row when the rest of a line is wrong."""
+    """What distinguishes the two forms, and the id for an error row when the rest of a line is wrong."""
 
     id: Any = None
     custom_id: Any = None

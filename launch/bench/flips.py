@@ -1,7 +1,7 @@
 """`bench flips`: the answers of two runs of `generate`, compared token by token.
 
 Knows: the simple form of answers (api/response.py), and what is compared: tokens up to the first that differs in each
-answer, since behind it everything is another text. Does not know: engines, or with which options a file was written.
+answer, since after it everything is another text. Does not know: engines, or with which options a file was written.
 """
 
 from __future__ import annotations

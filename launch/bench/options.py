@@ -1,4 +1,4 @@
-"""The command line of `bench`: which subcommands there are, and what each of them needs beside the engine's options.
+"""The command line of `bench`: which subcommands there are, and what each of them needs besides the engine's options.
 
 Knows: vLLM's flag names and the protocols' defaults. Does not know: what a subcommand does (bench/command.py), the
 engine's own options (engine_options.py adds those), those of `serve` (serve_options.py).

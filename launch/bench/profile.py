@@ -99,7 +99,7 @@ def _record(engine: Engine, batches: Batches) -> tuple[list[Recorded], Sequence[
     on_cpu = engine.config.device == "cpu"
     activities = [ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     recorded = []
-    # On a CPU threads of their own stand in for the device; the kernels of a GPU are reported whoever launched them.
+    # On a CPU other threads stand in for the device; the kernels of a GPU are reported whichever thread launched them.
     threads = _ExperimentalConfig(profile_all_threads=on_cpu)
     # acc_events: there is one cycle, and torch 2.11 warns that events of others would be lost.
     with profile(activities=activities, experimental_config=threads, acc_events=True) as found:
@@ -115,7 +115,7 @@ def _record(engine: Engine, batches: Batches) -> tuple[list[Recorded], Sequence[
                     steps_run = run_batch(engine, prompts, max_tokens=tokens).decode_steps
                     engine.executor.device.synchronize()
             prefills = int(engine.counters["prefill_steps"] - before) // 2  # both runs prefill the same prompts
-            steps = int(engine.counters["decode_steps"] - launched)  # with those behind the end, which bring nothing
+            steps = int(engine.counters["decode_steps"] - launched)  # with those after the end, which bring nothing
             speculates = point.accepted_length is not None
             refused = (
                 _why_ragged(steps_run, len(prompts)) if speculates else why_not_full(steps_run, len(prompts), more)

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: figures with vLLM's names, one flat row a point, and the files that hold them.
+"""What a measurement leaves: figures with vLLM's names, one flat row a point, and the files that hold them.
 
 Knows: names, units and file layout. Does not know: how a figure was measured.
 
@@ -65,11 +65,11 @@ class ResultFiles:
         self._write(f"b{batch}.profile.json", record)
 
     def record(self, label: str, figures: dict[str, Any]) -> None:
-        """One plain object under a name of its own."""
+        """One plain object under its name."""
         self._write(f"{label}.json", figures)
 
     def rows(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Plain objects under a name of its own, one a line."""
+        """Plain objects under its name, one a line."""
         self._append(f"{name}.jsonl", rows)
 
     def _write(self, ending: str, content: object) -> None:

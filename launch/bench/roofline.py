@@ -9,7 +9,7 @@ larger of its byte time and its arithmetic time, and so does attention, which re
 length. Layers with state in slots read and write that of every row.
 
 A round verifies several tokens a row: weights and KV are read once for all of them, experts as all of them choose, and
-state once more, to be left alone in verification and to take in what was kept. A drafter comes on top: passes to guess,
+state once more, to be left alone in verification and to apply what was kept. A drafter comes on top: passes to draft,
 and one to be shown what the target made of a row's window. Left out everywhere: activations, KV that is written, a
 window's own KV, the arithmetic of recurrences and samplers; of drafters also norms, biases and gates of shared experts.
 """
@@ -115,7 +115,7 @@ def _coded_bytes(stored: Quantization, hidden: int) -> float:
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
     """Values of a drafter. A pass meets ``dense``, of which each rank has a share, and ``expert`` as in Shape, within a
-    group of ranks; then the ``head`` for what it guesses: one token a row or, where it is a ``block``, all of them at
+    group of ranks; then the ``head`` for what it drafts: one token a row or, where it is a ``block``, all of them at
     once. To be shown a row's tokens costs ``shown``, of which each rank has a share, and ``shown_whole`` on each.
     ``views``: of each layer that attends, how many tokens it sees at most; None: all. ``query_values``: of one token in
     one layer, as is ``kv``, over all ranks."""
@@ -136,7 +136,7 @@ class DrafterShape:
 def drafter_shape(
     config: SpeculativeConfig, target: ModelConfig, kv_dtype: torch.dtype = torch.bfloat16
 ) -> DrafterShape | None:
-    """Of what guesses for ``target``; None for methods without weights. Raises ModelConfigError and ValueError."""
+    """Of the drafter for ``target``; None for methods without weights. Raises ModelConfigError and ValueError."""
     draft: MTPConfig | DFlashConfig | Eagle3Config
     if config.method == "mtp":
         draft = MTPConfig.of_target(target) if config.model is None else MTPConfig.from_folder(config.model)
@@ -155,7 +155,7 @@ def drafter_shape(
 def shape_of(
     draft: MTPConfig | DFlashConfig | Eagle3Config, ids: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> DrafterShape:
-    """``ids``: those that it guesses among."""
+    """``ids``: those that it drafts from."""
     if isinstance(draft, DFlashConfig):
         return _of_dflash(draft, ids, kv_dtype)
     return _of_eagle3(draft, ids, kv_dtype) if isinstance(draft, Eagle3Config) else _of_mtp(draft, ids, kv_dtype)
@@ -259,7 +259,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """``ranks`` in ``groups`` that have rows of their own, the bytes of a weight, and a device's rates. ``share``:
+    """``ranks`` in ``groups`` that have separate rows, the bytes of a weight, and a device's rates. ``share``:
     ranks of a group; ``rows``: those of a batch that the fullest group has."""
 
     ranks: int
@@ -306,7 +306,7 @@ def decode_floor(
     groups: int = 1,
 ) -> Floor:
     """``length``: average tokens of KV a row. ``ranks`` share the experts whole, and each of ``groups`` of them every
-    other weight matrix, for rows of its own: the fullest group counts."""
+    other weight matrix, for separate rows: the fullest group counts."""
     device = Ceilings(
         ranks=ranks, value_bytes=value_bytes, bytes_per_s=bytes_per_s, flop_per_s=flop_per_s, groups=groups
     )
@@ -333,7 +333,7 @@ def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, t
 
 
 def drafter_floor(drafter: DrafterShape, device: Ceilings, *, batch: int, length: float, guesses: int) -> Floor:
-    """Of ``guesses`` places behind every row, and of being shown a window of one token more."""
+    """Of ``guesses`` places after every row, and of being shown a window of one token more."""
     rows, share = device.rows(batch), device.share
     passes, tokens, guessed = (1, guesses + 1, guesses) if drafter.block else (guesses, 1, 1)
     shown = drafter.shown_whole + drafter.shown / share
@@ -362,7 +362,7 @@ def round_floor(
     tree: int | None = None,
 ) -> Floor:
     """Of a round with ``guesses`` places, of which a ``tree`` has so many tokens, root included. ``drafter`` None:
-    guesses cost nothing, as n-gram lookup."""
+    drafts cost nothing, as n-gram lookup."""
     verified = target_floor(shape, device, batch=batch, length=length, tokens=tree or guesses + 1)
     if drafter is None:
         return verified

@@ -1,9 +1,9 @@
-"""Stages of a round of speculation, told apart by its kernels: a round is one captured graph, without a host within.
+"""Stages of a round of speculation, separated by its kernels: a round is one captured graph, without a host within.
 
 Knows: which kernels a window's verification begins and ends with (runtime/execute/step/window_io_triton.py), and that
 all kernels of a graph's replay have one launch. Does not know: what else runs in a stage, where calls come from.
 
-    propose    from the launch's first kernel: guesses, by a drafter's layers or a look-up
+    propose    from the launch's first kernel: draft tokens, by a drafter's layers or a look-up
     verify     from the window's gather on: the model's layers, its head, the draw
     accept     the kernel that commits what is kept: last token, length, end and result, by slot
     observe    to the launch's last kernel: KV of a tree's path, recurrent state, what the proposer is shown
@@ -37,7 +37,7 @@ def rounds_of(calls: Sequence[Call]) -> list[list[Stage]]:
     """The stages of each round among ``calls``, which are in order of their start; without those that are empty.
 
     A launch is a round if it gathers one window and commits it. Other launches are left out: steps of one token, copies
-    of results. ValueError where launches are not told apart, so that a round's end cannot be.
+    of results. ValueError if launches are not distinguished, so that a round's end cannot be.
     """
     found = []
     by_launch = sorted(enumerate(calls), key=lambda numbered: (numbered[1].launch, numbered[0]))

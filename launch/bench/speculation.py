@@ -20,8 +20,8 @@ FEWEST_STEPS = 4  # of a full batch, between which a step's time is taken
 class Rounds:
     """``label``: the method, and whether acceptance was synthetic. ``rounds``: live rows of windows; ``proposed``:
     tokens in them, of which ``accepted`` were kept; ``kept_by_place``: in how many rounds the first, the second, ...
-    was kept; ``compared_by_place``: in how many it stood behind kept ones only. ``off``: decode steps that were no
-    windows, by reason; ``narrowed``: steps with fewer guesses a row, by their number.
+    was kept; ``compared_by_place``: in how many it followed kept ones only. ``off``: decode steps that were no
+    windows, by reason; ``narrowed``: steps with fewer drafts a row, by their number.
     """
 
     label: str
@@ -41,7 +41,7 @@ class Rounds:
 
     @property
     def recall(self) -> list[float | None]:
-        """Recall@1 by place: how often the guess was what the model drew there, where all before it were."""
+        """Recall@1 by place: how often the draft was what the model drew there, where all before it were."""
         both = zip(self.kept_by_place, self.compared_by_place, strict=True)
         return [kept / compared if compared else None for kept, compared in both]
 

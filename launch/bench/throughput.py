@@ -79,7 +79,7 @@ def _measured(bench: BatchBench, options: ThroughputOptions, prompts: LoadSet) -
     parts: list[Saturation] = []
 
     def run(turn: int) -> BatchRun:
-        """``turn``: 0 has the dataset's own ids, every other one ids of its own where they are drawn."""
+        """``turn``: 0 has the dataset's own ids, every other one other ids where they are drawn."""
         requests = prompts.with_other_ids(turn) if prompts.drawn or turn < 0 else prompts.requests
         journal = bench.journal(requests, most=options.max_concurrency)
         if turn >= 0:

@@ -3,7 +3,7 @@
 Knows: what is typed and shown, how a chat template's text is said piece by piece. Does not know: the protocol
 (runtime/daemon/client.py).
 
-A template renders whole conversations. What is said in a turn is what the rendering of this turn has behind the one of
+A template renders whole conversations. What is said in a turn is what the rendering of this turn has after the one of
 the turn before and its answer; so the session computes only that. Where a template does not go on so, the conversation
 begins again in a new session.
 """

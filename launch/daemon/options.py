@@ -1,4 +1,4 @@
-"""The command line of `daemon`: its own options, beside the engine's.
+"""The command line of `daemon`: its own options, besides the engine's.
 
 Knows: flags, defaults and units. Does not know: what is done with them (daemon/command.py), the engine's options.
 """
@@ -20,7 +20,7 @@ MAX_SESSIONS = 64  # where --max-sessions is not given
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions(FolderDefaults):
-    """What `daemon` needs beside the engine's own options."""
+    """What `daemon` needs besides the engine's own options."""
 
     socket: Path | None = option("Unix socket to listen on, for this user alone", "file", Path, None, "lockstride.sock")
     stdio: bool = switch("one client, on stdin and --stream-fd, instead of a socket; ends with its input")

@@ -1,4 +1,4 @@
-"""The command line of `generate`: its own options, beside the engine's.
+"""The command line of `generate`: its own options, besides the engine's.
 
 Knows: flags, defaults and units. Does not know: what is done with them (generate/command.py), the engine's options.
 """
@@ -18,7 +18,7 @@ from launch.values import at_least_one, bounded, integer, whole_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions(RequestDefaults):
-    """What `generate` needs beside the engine's own options."""
+    """What `generate` needs besides the engine's own options."""
 
     input: Path = option("JSONL file of requests", "file", Path, aliases=("-i",))
     output: Path = option("JSONL file to which answers are appended", "file", Path, aliases=("-o",))

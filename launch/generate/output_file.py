@@ -264,7 +264,7 @@ def _names_in(path: Path) -> set[LineId]:
 
 
 def _may_be_torn(tail: bytes) -> bool:
-    """Whether what stands behind the last newline may be the beginning of a row. All rows begin alike, and none is
+    """Whether what follows the last newline may be the beginning of a row. All rows begin alike, and none is
     JSON before its end."""
     begun = tail[:64].replace(b" ", b"")[: len(_BEGINNING)]
     if begun != _BEGINNING[: len(begun)]:

@@ -43,7 +43,7 @@ class ReadAhead(Generic[_Item]):
         return None
 
     def close(self) -> None:
-        """End the thread; items that were not taken are dropped. A source that hangs (a terminal) is left behind."""
+        """End the thread; items that were not taken are dropped. A source that hangs (a terminal) is abandoned."""
         self._closing = True
         self.exhausted = True
         patience = time.monotonic() + 1.0
@@ -60,5 +60,5 @@ class ReadAhead(Generic[_Item]):
                 if self._closing:
                     return
             self._queue.put(None)
-        except BaseException as error:  # carried to whoever takes
+        except BaseException as error:  # carried to the reader
             self._queue.put(error)

@@ -17,7 +17,7 @@ _PACKAGES = ("launch", "runtime", "parallel", "models")
 
 
 def identity_of(config: EngineConfig, rendezvous: Rendezvous) -> Identity:
-    """This rank's identity. Weights are told apart by name and size, small files by content."""
+    """This rank's identity. Weights are compared by name and size, small files by content."""
     return Identity(
         job=rendezvous.job_number,
         epoch=rendezvous.epoch,
@@ -30,7 +30,7 @@ def identity_of(config: EngineConfig, rendezvous: Rendezvous) -> Identity:
 
 
 def weights_digest(config: EngineConfig) -> str:
-    """Of the model's folder, of the drafter's, and of the file of ids that it guesses among."""
+    """Of the model's folder, of the drafter's, and of the file of ids that it drafts from."""
     speculation = config.speculation
     parts = [model_digest(Path(config.model)).encode()]
     if speculation is not None and speculation.model is not None:

@@ -42,7 +42,7 @@ def write_flight_recorder(folder: Path) -> None:
 def abort_groups(wait_s: float = 1.0) -> bool:
     """End every communicator from this side, so that no kernel of ours waits for a peer. Whether that came to an end.
 
-    An abort may hang as the call that it ends did: it runs in a thread of its own, which is given up after ``wait_s``.
+    An abort may hang as the call that it ends did: it runs in another thread, which is given up after ``wait_s``.
     Only NCCL can be aborted; with gloo alone there is nothing to do, since its calls end with their process.
     """
     if not dist.is_initialized() or not _uses_nccl():

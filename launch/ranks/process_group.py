@@ -74,7 +74,7 @@ def rank_groups(sharing: ParallelDegrees, rank: int, device: str) -> RankGroups:
 
 
 def _backend(device: str) -> str:
-    """Beside a GPU's collectives there are small ones of numbers that the host has."""
+    """Besides a GPU's collectives there are small ones of numbers that the host has."""
     return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
 
 
@@ -86,7 +86,7 @@ def joined(rendezvous: Rendezvous, device: str, timeout_s: float = GROUP_TIMEOUT
     """All ranks together, from here to the end of the block; yields this rank's device. One rank alone needs no group.
 
     By its end the block has let go of everything that holds the group, captured graphs first. After a normal end all
-    ranks wait for each other, and the one that keeps the store leaves last; after an error nobody is waited for.
+    ranks wait for each other, and the one that keeps the store leaves last; after an error no rank is waited for.
     Raises MeetingError when a rank is missing at either end, RendezvousError when there are too few GPUs.
     """
     place, topology = local_device(rendezvous, device), rendezvous.topology

@@ -81,7 +81,7 @@ def raises_on_sigterm() -> Iterator[None]:
     """SIGTERM raises SystemExit(143), SIGHUP SystemExit(129), as Ctrl-C raises KeyboardInterrupt: for a part that has
     nothing to finish first.
 
-    Once: after it, and after any other error, both are ignored, so that the ranks can still tell each other why.
+    Once: after it, and after any other error, both are ignored, so that the ranks can still report why.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -215,7 +215,7 @@ def _fabric(config: EngineConfig, rendezvous: Rendezvous, device: torch.device, 
 def measured_limits(
     config: EngineConfig, device: torch.device, everybody: SingleRank | GroupCollectives
 ) -> SizeLimits | None:
-    """Up to which sizes our kernels do all-reduces, as measured on GPUs like rank 0's; None where nobody has.
+    """Up to which sizes our kernels do all-reduces, as measured on GPUs like rank 0's; None without measurements.
 
     Every rank calls this, and gets what rank 0 knows: two ranks with different limits would wait for each other.
     """

@@ -1,4 +1,4 @@
-"""An API process: `python -m launch.serve.api_process LINK LISTENER`, started by rank 0 and by nobody else.
+"""An API process: `python -m launch.serve.api_process LINK LISTENER`, started by rank 0 and by nothing else.
 
 Knows: how the application, the server and the connection to rank 0 are put together, and in which order they end.
 Does not know: routes (app.py), how it was started (processes.py), torch: it never imports it.
@@ -120,7 +120,7 @@ async def _serve(link: socket.socket, listener: socket.socket, files: int) -> in
 
 
 def _texts(settings: ServerSettings) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Rank 0 has read them before, so that an error is told on its command line."""
+    """Rank 0 has read them before, so that an error shows on its command line."""
     return Tokenizer.if_any(settings.model), chat_template(settings.model, settings.chat_template)
 
 
@@ -165,7 +165,7 @@ def _leave_within(seconds: float) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The end of the connection says that rank 0 is gone; this is for a loop that does not get to hear of it."""
+    """The end of the connection says that rank 0 is gone; this is for a loop that does not get to see it."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -221,7 +221,7 @@ class ServeApp:
         return await generation.respond(request)
 
     async def _take(self, request: Request, use: Callable[[bytearray], _Made]) -> _Made:
-        """``use`` of the request's body. Clients are told apart by their keys, else by their addresses."""
+        """``use`` of the request's body. Clients are identified by their keys, else by their addresses."""
         name = request.headers.get("authorization") if self._keys else request.client and request.client.host
         return await self._incoming.take(request, name, use)
 

@@ -57,7 +57,7 @@ class ChunkWriter:
             return self._head + self._middle[index] + _json(piece.text) + self._plain_end
         logprobs = self._logprobs(index, piece)
         extra: Row = {}
-        beside: Row = {}  # of a chat's one prompt, beside its choices, as in ``whole``
+        beside: Row = {}  # of a chat's one prompt, next to its choices, as in ``whole``
         if asked.token_ids:
             extra["token_ids"] = [piece.token_id] if piece.token_id >= 0 else []
             if index not in self._begun:
@@ -143,7 +143,7 @@ def whole(
     Choice by choice: between two of them other threads run.
     """
     choices: list[msgspec.Raw] = []
-    whole_prompt: Row = {}  # of a chat's one prompt, beside its choices, as in vLLM
+    whole_prompt: Row = {}  # of a chat's one prompt, next to its choices, as in vLLM
     for index, answer in enumerate(answers):
         first = answers[index // asked.sampling.n * asked.sampling.n]  # of the prompt: it alone scored it
         scores = _prompt_scores(asked, index, first) if asked.sampling.prompt_logprobs is not None else ()

@@ -1,7 +1,7 @@
 """`serve`: an OpenAI-compatible server on rank 0, over an engine on all ranks.
 
 Knows: what surrounds the engine's turns: ranks, model folder, sockets, API processes, signals, exit codes.
-Does not know: HTTP (app.py), how turns are taken and told (runtime/frontend/engine_server.py), how an engine works.
+Does not know: HTTP (app.py), how turns are taken and sent (runtime/frontend/engine_server.py), how an engine works.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _announce(options: ServeOptions, address: str) -> None:
 
 
 def _beside(file: Path) -> Path:
-    """Where it is written before it takes the place of ``file``, which is whole whenever somebody reads it."""
+    """Where it is written before it takes the place of ``file``, which is whole whenever it is read."""
     return file.with_name(file.name + ".tmp")
 
 

@@ -1,4 +1,4 @@
-"""What a client is told when a request is not served: status, OpenAI error object, headers.
+"""What a client gets when a request is not served: status, OpenAI error object, headers.
 
 Knows: which trouble is which status, type and code. Does not know: who finds it.
 """

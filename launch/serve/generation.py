@@ -69,7 +69,7 @@ class Generation:
         self._watch = _Stopwatch(metrics, asked, arrived_at)
 
     async def respond(self, request: Request) -> Response | EventStream:
-        """Raises ApiError. Whoever calls sends the response; a stream cleans up after itself."""
+        """Raises ApiError. The caller sends the response; a stream cleans up after itself."""
         try:
             mailbox = self._engine.submit(self._asked.sequences, self._watch.arrived_at)
         except EngineLost as error:
@@ -146,7 +146,7 @@ class Generation:
             raise self._rejected((answer.end and answer.end.detail) or "")
 
     def _refuse(self, updates: list[Update]) -> None:
-        """What the engine did not even begin, or gave up before its first token, has a status of its own as a stream,
+        """What the engine did not even begin, or gave up before its first token, has its status as a stream,
         too."""
         for update in updates:
             if update.end is not None and update.end.reason is FinishReason.REJECTED:
@@ -251,7 +251,7 @@ def shown(deltas: list[Delta], asked: Asked, settings: ServerSettings) -> list[D
 
 
 class _Stopwatch:
-    """What is measured of one request, told to the metrics."""
+    """What is measured of one request, for the metrics."""
 
     def __init__(self, metrics: Metrics, asked: Asked, arrived_at: float) -> None:
         self.arrived_at = arrived_at

@@ -135,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
         return len(data) if end < 0 else end + len(_END_OF_HEAD) - len(before)
 
     def _without_offer(self, data: bytes) -> bytes:
-        """``data`` of a head, with its offer of another protocol under a name that nobody knows."""
+        """``data`` of a head, with its offer of another protocol under an unknown name."""
         before = len(self._tail)
         data, self._held = self._tail + self._held + data, b""
         end = data.find(_END_OF_HEAD)
@@ -253,7 +253,7 @@ class TlsHandshake(asyncio.Protocol):
 
 
 def with_tls(kind: type[BoundedHttp], certificate: str, key: str | None) -> Callable[..., TlsHandshake]:
-    """``kind`` behind TLS."""
+    """``kind`` over TLS."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     return lambda **named: TlsHandshake(tls, kind(**named))

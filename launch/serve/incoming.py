@@ -59,7 +59,7 @@ class Turns:
             client, futures = self.waiting.popitem(last=False)
             following = futures.popleft()
             if futures:
-                self.waiting[client] = futures  # behind all others
+                self.waiting[client] = futures  # after all others
             if not following.done():
                 following.set_result(None)
                 return

@@ -1,7 +1,7 @@
 """What a server counts, and /metrics: under vLLM's names, which tools of the field hard-code, and under lockstride:.
 
 Knows: names, labels and buckets; how the counts of several API processes become one. Does not know: when anything
-happens (app.py, generation.py tell it), what an engine's counters mean (runtime/counters.py).
+happens (app.py, generation.py report it), what an engine's counters mean (runtime/counters.py).
 
 Each API process keeps its counts and leaves them in memory that all of them share once a second; whichever is asked
 adds up its own and those of the others. A process that is started again begins with the counts of the one before it.

@@ -1,4 +1,4 @@
-"""The command line of `serve`: its own options, beside the engine's.
+"""The command line of `serve`: its own options, besides the engine's.
 
 Knows: flags, defaults and units. Does not know: what is done with them (serve/command.py), the engine's options.
 """
@@ -22,7 +22,7 @@ _FOUND = "auto finds it by rendering a sample with the chat template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(RequestDefaults):
-    """What `serve` needs beside the engine's own options."""
+    """What `serve` needs besides the engine's own options."""
 
     host: str = option(
         "address to listen on; beyond loopback only with --api-key or --insecure", "address", str, "127.0.0.1"

@@ -68,7 +68,7 @@ class ApiProcesses:
         return [self._start(index).link for index in range(len(self._listeners))]
 
     def replace(self, lost: ApiLink, connect: Callable[[ApiLink], object]) -> None:
-        """In a thread of its own, for a dead process must be waited for; ``connect`` is called there."""
+        """In another thread, for a dead process must be waited for; ``connect`` is called there."""
         threading.Thread(target=self._replace, args=(lost, connect), name="api restart", daemon=True).start()
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ApiProcesses:
         if child is None:
             return
         with suppress(OSError):
-            child.process.kill()  # its connection is closed: whatever it does, nobody hears of it
+            child.process.kill()  # its connection is closed: nothing it does is received
         child.process.wait()
         self._served = self._served or lost.heard
         while not self._closing.wait(self._pause()):
@@ -162,7 +162,7 @@ def listeners(host: str, port: int, uds: Path | None, processes: int) -> tuple[l
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if processes > 1:
                 if len(made) == 1:
-                    _refuse_taken(family, host, port)  # SO_REUSEPORT would share it with whoever else asks for that
+                    _refuse_taken(family, host, port)  # SO_REUSEPORT would share it with any process that asks
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind((host, port))
             listener.listen(_BACKLOG)
@@ -176,7 +176,7 @@ def listeners(host: str, port: int, uds: Path | None, processes: int) -> tuple[l
 
 
 def not_listening(host: str, port: int, error: Exception) -> UsageError:
-    """What a user is told, and what to type instead."""
+    """What a user reads, and what to type instead."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         instead = "type another --port; 0 takes a free one"

@@ -332,7 +332,7 @@ class RequestBuilder:
         return with_reasoning(grammar or calls, form, prompt, added_tokens(self._tokenizer), calls=bool(calls))
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
-        """What the template is told of tools; none where the model may not call any."""
+        """What the template gets of tools; none where the model may not call any."""
         choice = body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):

@@ -1,4 +1,4 @@
-"""What rank 0 tells an API process before anything else: how to listen, what to serve under which names, limits.
+"""What rank 0 sends an API process before anything else: how to listen, what to serve under which names, limits.
 
 Knows: the settings and their defaults. Does not know: the command line they come from (options.py), how they are acted
 on (app.py, api_process.py).

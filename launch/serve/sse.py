@@ -89,7 +89,7 @@ class EventStream:
                 await send({"type": "http.response.body", "body": failed, "more_body": True})
             await send({"type": "http.response.body", "body": self._end, "more_body": False})
         except ClientGone:
-            pass  # nobody reads any more
+            pass  # the client has gone
         finally:
             self._left()
 

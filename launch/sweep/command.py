@@ -43,7 +43,7 @@ def run(command: SweepCommand, environ: Mapping[str, str]) -> int:
 
 
 def _say(line: str) -> None:
-    """A line of progress, seen at once in a file, too. The work goes on when its reader has left."""
+    """A line of progress, seen at once in a file, too. The work continues when its reader has left."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

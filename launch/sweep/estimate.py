@@ -28,7 +28,7 @@ SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``startup_s``: until the first token, beside loading at ``load_bytes_per_s``. ``step_s``: of a step whose bytes
+    """``startup_s``: until the first token, besides loading at ``load_bytes_per_s``. ``step_s``: of a step whose bytes
     are few. ``reach``: share of its ceilings that a run gets."""
 
     bytes_per_s: float

@@ -7,7 +7,7 @@ Knows: folders, renames, locks. Does not know: what runs a point, or what its re
     OUT/failed/<key>-<token>/   an attempt that failed, the same files; outcome.json says why
     OUT/work/<key>-<token>/     an attempt under way, or one whose sweep was killed
     OUT/interrupted/<key>-<token>/   an attempt that a time limit ended
-    OUT/locks/<key>             held by whoever runs the point here, and by the process it started
+    OUT/locks/<key>             held by the process that runs the point here, and by the process it started
     OUT/locks/submit            held by `sweep submit`, or by every `sweep run`
     OUT/slurm/                  scripts, logs and job ids (submit.py)
 
@@ -184,7 +184,7 @@ class Ledger:
     def begin(self, point: Point, job: str | None = None, start: int = 0) -> Attempt:
         """A new folder to run ``point`` in. ``job`` and ``start`` as in Began."""
         folder = self._work / f"{point.key}-{secrets.token_hex(4)}"
-        new = folder.with_name(f".{folder.name}")  # seen by nobody until it says who began it
+        new = folder.with_name(f".{folder.name}")  # not visible until it says who began it
         began = Began(began=time.time(), host=socket.gethostname(), process=os.getpid(), job=job, start=start)
         try:
             (new / "results").mkdir(parents=True)
@@ -210,7 +210,7 @@ class Ledger:
         """End an attempt: done when ``reason`` is empty, else failed. Returns where it is now. ``given_up`` as in
         Outcome.
 
-        Where somebody else was done with the point first, theirs stays and this one is thrown away.
+        If another process was done with the point first, theirs stays and this one is thrown away.
         """
         outcome = Outcome(
             state="failed" if reason else "done",
@@ -255,8 +255,8 @@ class Ledger:
     def clear_work(self, key: str, job: str | None) -> None:
         """Throw away what killed attempts at a point left, of earlier starts of ``job``, or of those without a job.
 
-        For whoever holds the point's lock, or is that job. A folder that does not say who began it was being thrown
-        away when somebody else was killed.
+        For the holder of the point's lock, or that job. A folder that does not say who began it was being thrown
+        away when another process was killed.
         """
         for folder in _folders(self._work):
             if _key(folder) == key and ((began := self.began(folder)) is None or began.job == job):
@@ -266,7 +266,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def claim(self, key: str, *, shared: bool = False) -> Iterator[int | None]:
-        """The point's lock as a file descriptor, or None while somebody else holds it; others may, too, if all of them
+        """The point's lock as a file descriptor, or None while another one holds it; others may, too, if all of them
         hold it ``shared``. Raises SweepError where there cannot be a ledger.
 
         A process that inherits the descriptor holds the lock too, until it ends: so a point stays claimed while any
@@ -305,7 +305,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _overwrite(path: Path, content: bytes) -> None:
-    """In the blocks that the file has, for a folder that nobody reads yet."""
+    """In the blocks that the file has, for a folder that is not visible yet."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as stream:
         stream.write(content)
         stream.truncate()

@@ -165,7 +165,7 @@ class Point:
 
 
 def model_names(models: Iterable[str]) -> dict[str, str]:
-    """Model -> its name for people: the last folder of its path, with as many before it as tell it from the others."""
+    """Model -> its name for people: the last folder of its path, with as many before it as distinguish it."""
     parts = {model: Path(model).parts for model in models}
     names = {}
     for model, own in parts.items():

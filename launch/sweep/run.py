@@ -1,10 +1,10 @@
-"""`sweep run`: the points of a grid here, one after the other, each a process of its own.
+"""`sweep run`: the points of a grid here, one after the other, each a separate process.
 
 Knows: which points are left, how a point's process is started, watched, ended. Does not know: what a point measures
 (point.py), how attempts are kept (ledger.py), which points Slurm has (submit.py).
 
-A sweep may be killed at any moment. What it was running is told so by the kernel and ends; until it has ended it keeps
-the point's lock, so that the next sweep does not start the point beside it.
+A sweep may be killed at any moment. Its running point is signalled by the kernel and ends; until it has ended it keeps
+the point's lock, so that the next sweep does not start the point again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 SOME_FAILED = 1
 DRAIN_SECONDS = 20.0  # between asking a point's processes to end and killing them
 _LOOK_SECONDS = 0.2
-_HELD_SECONDS = 0.5  # between looks at points that somebody else runs
+_HELD_SECONDS = 0.5  # between looks at points that another process runs
 
 
 def run_here(
@@ -114,7 +114,7 @@ class LocalSweep:
             left = held
 
     def _claim_and_run(self, point: Point) -> bool:
-        """Whether the point is finished now, by us or by somebody else, or a signal came."""
+        """Whether the point is finished now, by this or another process, or a signal came."""
         ledger = self._ledger
         with ledger.claim(point.key) as lock:
             if lock is None:

@@ -43,7 +43,7 @@ class PointStatus:
 
 @dataclass(frozen=True, slots=True)
 class SweepStatus:
-    """``seconds_left``: estimated, if the points to come run one after the other; None where it cannot be told."""
+    """``seconds_left``: estimated, if the points to come run one after the other; None if unknown."""
 
     name: str
     points: list[PointStatus]

@@ -135,7 +135,7 @@ def submit(
     show: bool,
     say: Callable[[str], None] = print,
 ) -> list[str]:
-    """Hand in arrays for the points that nobody has; returns their job ids. Raises SweepError, also while points of the
+    """Hand in arrays for the points that no job has; returns their job ids. Raises SweepError, also while points of the
     ledger are handed in or run by another process."""
     with contextlib.nullcontext(0) if show else ledger.claim(SUBMIT) as lock:
         if lock is None:

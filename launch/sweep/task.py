@@ -1,6 +1,6 @@
 """`sweep task`: the two ends of a point under Slurm, called by slurm/sweep.sbatch; what is between is bash and srun.
 
-Knows: which point a task does next, what a batch script must be told, how its end is filed.
+Knows: which point a task does next, what a batch script needs, how its end is filed.
 Does not know: how ranks are started (slurm/job.sh).
 """
 
@@ -32,7 +32,7 @@ def task(options: SweepOptions, environ: Mapping[str, str]) -> int:
 def _begin(options: SweepOptions, environ: Mapping[str, str]) -> int:
     """Prints the folder of a new attempt at the first of the task's points that is not finished.
 
-    In it, for bash: ``command``, the arguments after ``python -m launch``, each with a zero byte behind it, and
+    In it, for bash: ``command``, the arguments after ``python -m launch``, each followed by a zero byte, and
     ``ranks-per-node``. A point that failed in an earlier start of the job is tried again: its node may have been lost.
     One that the time limit ended too often is not.
     """

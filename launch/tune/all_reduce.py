@@ -30,7 +30,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds of an all-reduce of ``size`` bytes with the norm behind it."""
+    """Microseconds of an all-reduce of ``size`` bytes with the norm after it."""
 
     size: int
     one_shot: float

@@ -48,7 +48,7 @@ def compile_all(
     show: Callable[[int], None] = lambda done: None,
     worker: Sequence[str] = WORKER,
 ) -> Compiled:
-    """Every candidate of ``work`` by one of ``workers`` processes, for at most ``seconds``; ``show`` hears how many are
+    """Every candidate of ``work`` by one of ``workers`` processes, for at most ``seconds``; ``show`` gets how many are
     done. A candidate at which its process dies is refused, and another process takes the rest of the share.
     """
     distinct = list(dict.fromkeys(work))

@@ -57,7 +57,7 @@ class GpuRunner:
         matmul = self._kernels.matmul
         found: list[AnyChoice] = [*matmul.candidates(task.what)]
         algorithms = [choice for choice in found if isinstance(choice, CublasLt)]
-        if not task.whole:  # cuBLASLt has algorithms for these rows; of our kernels, those that were fast beside them
+        if not task.whole:  # cuBLASLt has algorithms for these rows; of our kernels, those that were fast near them
             own = [one for one in beside if isinstance(one, Gemv | Skinny | Wide) and matmul.can_run(task.what, one)]
             found = [*own, *(one for one in found if isinstance(one, Blas | CublasLt | Scaled | Decoded))]
         late = set(islice(algorithms, task.effort.algorithms, None))
@@ -111,14 +111,14 @@ class ModelLayers:
 
     def step(self, rows: int) -> Callable[[], Tensor]:
         """The layers' forward pass over ``rows`` rows of TOKENS tokens, [rows, N]; always the same input, and the same
-        result behind ``forget``."""
+        result after ``forget``."""
         if self._step is None or self._rows != rows:
             self._step = None  # its caches first
             self._rows, self._step = rows, self._steps(rows)
         return self._step
 
     def forget(self) -> None:
-        """Zero what recurrent layers keep of earlier steps: each step goes on where the one before it ended."""
+        """Zero what recurrent layers keep of earlier steps: each step continues where the one before it ended."""
         for bank in self._banks:
             bank.zero_()
 
@@ -129,7 +129,7 @@ class ModelLayers:
         inputs = step_inputs(model, rows, TOKENS, model.config.max_length, self.device)
         pages = rows * -(-TOKENS // PAGE) + 1
         one = max(1, min((group.page_bytes // len(group.layers) * pages for group in layout.groups(PAGE)), default=1))
-        distinct = max(2, -(-_COLD_KV // one))  # as many layers have KV of their own as it takes to be cold
+        distinct = max(2, -(-_COLD_KV // one))  # as many layers have separate KV as it takes to be cold
         caches = caches_of(layout, pages, self.device, slots=rows + 1, distinct=distinct)
         self._banks = [bank for view in caches if isinstance(view, Mapping) for bank in view.values()]
 

@@ -157,7 +157,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a line that did not fit, which ``_append`` has told
+        with contextlib.suppress(OSError):  # of a line that did not fit, which ``_append`` has reported
             self._file.close()
         os.close(self._lock)
 

@@ -2,7 +2,7 @@
 
 Knows: buckets, how thoroughly each is searched, and estimates of seconds. Does not know: GPUs, kernels, or choices.
 
-Buckets that are powers of two are searched whole. The ones between try what was fastest beside them, cuBLAS, and
+Buckets that are powers of two are searched whole. The ones between try what was fastest next to them, cuBLAS, and
 cuBLASLt's first algorithms for their own number of rows: nothing has to be compiled for them.
 """
 

@@ -152,7 +152,7 @@ def caches_of(
 ) -> list[CacheView]:
     """Memory for what every layer keeps of a sequence; random where it is paged, zero where it is state.
 
-    ``distinct``: so many paged layers have memory of their own, which the others share with them by turns.
+    ``distinct``: so many paged layers have separate memory, which the others share with them by turns.
     """
     found: list[CacheView] = [None] * len(layout.layers)
     for group in layout.groups(PAGE):
@@ -171,7 +171,7 @@ def caches_of(
 
 
 def step_inputs(model: Decoder, rows: int, tokens: int, most: int, device: torch.device | str) -> StepInputs:
-    """A decode step of ``rows`` rows that hold ``tokens`` tokens each, the new one included, in pages of their own."""
+    """A decode step of ``rows`` rows that hold ``tokens`` tokens each, the new one included, in separate pages."""
     pages = -(-tokens // PAGE)
     table = torch.zeros(rows, -(-most // PAGE), dtype=torch.int32, device=device)
     table[:, :pages] = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=device).view(rows, pages)

@@ -28,7 +28,7 @@ log = logging.getLogger("lockstride")
 
 CLOSE = 1.04  # times the fastest of the first round
 WORTH = 0.995  # of the current choice's time: less of a gain is noise, and the table stays as it is
-REMEMBERED = 6  # candidates of a task that the buckets beside it try
+REMEMBERED = 6  # candidates of a task that neighbouring buckets try
 
 
 class DeviceLost(RuntimeError):

@@ -1,9 +1,9 @@
-"""DFlash (arXiv 2602.06036): a small decoder that guesses a block of tokens at once, from what the target made of all
+"""DFlash (arXiv 2602.06036): a small decoder that drafts a block of tokens at once, from what the target made of all
 tokens before it.
 
 Knows: its layers, its checkpoint names, and its two passes: context entries from the target's features, and a block of
 one known token and mask tokens over these. Mask tokens stand for their own position: there is no shift by one.
-Does not know: the target (its embedding and head are used by whoever asks), rounds, slots.
+Does not know: the target (its embedding and head are used by the caller), rounds, slots.
 Shape letters as in models/inputs.py; F width of the features (layers read * N), W tokens of a block.
 """
 
@@ -116,7 +116,7 @@ class DFlashDraft(CheckpointParts):
 
         ``inputs.attention``: DecodeAttention with query_len W, whose lengths include the block; ``embedded``: of its
         first token, which is known, and of mask tokens. Entries of the block are written where ``inputs.kv_slots_T``
-        says, behind the context, and mean nothing afterwards.
+        says, after the context, and mean nothing afterwards.
         """
         attention = inputs.attention
         assert isinstance(attention, DecodeAttention)

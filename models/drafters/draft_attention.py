@@ -1,4 +1,4 @@
-"""Attention of a drafter: entries for tokens whose keys come from the target's states, queries of what is guessed.
+"""Attention of a drafter: entries for tokens whose keys come from the target's states, queries of draft tokens.
 
 Knows: that writing entries and asking are different passes over the same weights. Does not know: whose tokens those
 are, how attention is computed (models/kernels).

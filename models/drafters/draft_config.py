@@ -24,7 +24,7 @@ _OTHER_EAGLE3 = (
     *("use_moe", "num_experts", "use_mtp_layernorm"),
 )
 _ALWAYS = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")  # true where they stand
-_STEP = "parallel_draft_step"  # tokens that a head guesses at once; 1 has no parallel heads, whatever their layers
+_STEP = "parallel_draft_step"  # tokens that a head drafts at once; 1 has no parallel heads, whatever their layers
 _EAGLE_KEYS = frozenset(
     ["eagle_aux_hidden_state_layer_ids", "next_layer_regular", _STEP, "parallel_draft_heads_num_layers", *_ALWAYS]
 )
@@ -38,7 +38,7 @@ _DFLASH_KEYS = frozenset(
     [
         *("target_layer_ids", "mask_token_id", "mask_token", "block_size", "causal", "use_swa", "swa_window_size"),
         *("attention_sink_bias", "attention_value_scale", "use_aux_hidden_state"),
-        *("output_multiplier", "final_logit_softcapping"),  # they do not change which token is the likeliest
+        *("output_multiplier", "final_logit_softcapping"),  # they do not change which token is the best
     ]
 )
 
@@ -66,7 +66,7 @@ class _InFolder(ABC):
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """What the rows of a block see in one layer: all context and the whole block; with ``causal`` no row of the block
-    behind their own; with ``window`` only tokens less than so many positions away."""
+    after their own; with ``window`` only tokens less than so many positions away."""
 
     causal: bool = False
     window: int | None = None
@@ -77,7 +77,7 @@ class DFlashConfig(_InFolder):
     """A block drafter. ``model``: its layers' sizes. ``target_layer_ids``: layers of the target, from 0, whose output
     it reads, in the order of its checkpoint. ``block_size``: most tokens of a block, the known first one included.
     ``views``: one a layer. ``target_layers``: of the model that it was trained for; None where its config is silent.
-    ``draft_vocab_size``: ids that it guesses among, where its config says so (draft_vocabulary.py).
+    ``draft_vocab_size``: ids that it drafts from, where its config says so (draft_vocabulary.py).
     """
 
     model: ModelConfig
@@ -234,7 +234,7 @@ class Eagle3Config(_InFolder):
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """Those of a target of so many layers. By default the second, the one before the middle, and the fourth last,
-        as in EAGLE, SGLang and vLLM, which name the layers that come behind these: 2, L // 2 and L - 3."""
+        as in EAGLE, SGLang and vLLM, which name the layers that follow these: 2, L // 2 and L - 3."""
         return self.layer_ids or (1, target_layers // 2 - 1, target_layers - 4)
 
     @classmethod
@@ -369,7 +369,7 @@ def _model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _draft_vocab_size(config: Mapping[str, Any]) -> int | None:
-    """None where it guesses among all ids."""
+    """None if it drafts from all ids."""
     if config.get("draft_vocab_size") is None:
         return None
     size, whole = ConfigReader(config).size("draft_vocab_size"), ConfigReader(config).size("vocab_size")

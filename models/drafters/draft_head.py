@@ -1,4 +1,4 @@
-"""What a drafter's hidden states are multiplied with to guess: the target's head, rows of it, or a head of its own.
+"""What a drafter's hidden states are multiplied with: the target's head, rows of it, or its own head.
 
 Knows: which draft ids a rank's logits stand for, and which ids of the target these are. A draft vocabulary is split
 over ranks evenly, as a whole one is: whichever ids it has, each rank computes as many. Does not know: drafters, who

@@ -1,4 +1,4 @@
-"""Reduced draft vocabularies: the ids of the target's vocabulary that a drafter guesses among (FR-Spec, arXiv
+"""Reduced draft vocabularies: the ids of the target's vocabulary that a drafter drafts from (FR-Spec, arXiv
 2502.14856; EAGLE-3, arXiv 2503.01840).
 
 Knows: where such ids come from: a count, a file, or the tensors ``d2t`` and ``t2d`` of a drafter's checkpoint, and what
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError, open_file
 
-MAPS = ("d2t", "t2d")  # tensors of integers and of bools in a drafter's checkpoint, beside its weights
+MAPS = ("d2t", "t2d")  # tensors of integers and of bools in a drafter's checkpoint, besides its weights
 _PICKLED = (".pt", ".pth", ".bin", ".pkl", ".pickle")
 
 TargetIds = tuple[int, ...]  # by draft id

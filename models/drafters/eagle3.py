@@ -1,8 +1,8 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer that guesses the next token from a token and from what the target's
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts the next token from a token and from what the target's
 lower, middle and upper layers made of the token before it.
 
 Knows: the layer, its checkpoint names (SGLang's and SpecForge's ``midlayer.*``, vLLM's ``layers.0.*``), its two passes:
-entries of tokens whose successors are known, and one guess a row. Attention reads the normed embedding and the normed
+entries of tokens whose successors are known, and one draft a row. Attention reads the normed embedding and the normed
 state side by side; the state alone is what the layer adds to. Entry p is of the state of position p and of the token at
 p + 1. Does not know: the target, the draft vocabulary and its head (draft_head.py), rounds, slots.
 Shape letters as in models/inputs.py; F width of the features (layers read * N).
@@ -110,7 +110,7 @@ class Eagle3Draft(CheckpointParts):
     def step(
         self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(hidden states for the head, states for the next guess), each [T, N], of one token a row; the second are the
+        """(hidden states for the head, states for the next draft), each [T, N], of one token a row; the second are the
         first before the final norm. ``embedded``: of the newest token; ``hidden``: the state of the token before it, or
         the second result for it. ``inputs`` as for ``MTPDraft.forward``.
         """
@@ -123,7 +123,7 @@ class Eagle3Draft(CheckpointParts):
         return self.norm.add(x_TN, residual_TN)
 
     def _pairs(self, embedded_TN: Tensor, hidden_TN: Tensor) -> tuple[Tensor, Tensor]:
-        """(both normed, the embedding first [T, 2N]; the stream that the layer adds to [T, N], a tensor of its own)."""
+        """(both normed, the embedding first [T, 2N]; the stream that the layer adds to [T, N], a new tensor)."""
         first, second = self.embedding_norm, self.attention.norm
         pairs_TX = self.kernels.joined_norms(embedded_TN, first.weight, hidden_TN, second.weight, first.eps)
         stream_TN = pairs_TX[:, hidden_TN.shape[1] :] if self.config.norm_before_residual else hidden_TN

@@ -1,6 +1,6 @@
-"""From a drafter's folder to a drafter with every parameter filled, beside the target that it was made for.
+"""From a drafter's folder to a drafter with every parameter filled, for the target it was made for.
 
-Knows: which class serves which kind of drafter, and which head it guesses with. Does not know: how files are read
+Knows: which class serves which kind of drafter, and which head it uses. Does not know: how files are read
 (models/weights.py), who asks it.
 """
 
@@ -168,7 +168,7 @@ def _mtp(
 def own_draft_ids(
     config: AnyConfig, folder: str | Path | None, vocab_size: int, *, load_format: str = "safetensors"
 ) -> TargetIds | None:
-    """The target's ids that a drafter's own folder maps its draft ids to; None where it guesses among all.
+    """The target's ids that a drafter's own folder maps its draft ids to; None if it drafts from all.
 
     Dummy drafters have the first ``draft_vocab_size`` of their config. Raises WeightsError.
     """
@@ -192,9 +192,9 @@ def load_head(
     load_format: str = "safetensors",
     seed: int = 0,
 ) -> DraftHead:
-    """What a drafter of the loaders here guesses with (of ``load_own_mtp``: ``folder`` None).
+    """The head of a drafter of the loaders here (of ``load_own_mtp``: ``folder`` None).
 
-    With ``chosen`` these rows of the target's head; else what the drafter's folder says: ids of its own, by a head of
+    With ``chosen`` these rows of the target's head; else what the drafter's folder says: its own ids, by a head of
     its own or by the target's; else the target's head, whole. Called by all ranks together. Raises WeightsError.
     """
     ids = own_draft_ids(config, folder, target.config.vocab_size, load_format=load_format)
@@ -238,7 +238,7 @@ class _OwnHead(CheckpointParts):
 
 def _context(target: Decoder, plan: WeightPlan) -> ModelContext:
     """Experts of a drafter are spread over the ranks of a group, also where groups share those of the target: a group
-    then guesses whenever it likes, and the others need not take part."""
+    then drafts at any time, and the others need not take part."""
     experts = replace(target.expert_split, exchange=None)
     return ModelContext(target.collectives, target.kernels, target.dtype, experts, target.kv_dtype, plan=plan)
 
@@ -272,5 +272,5 @@ def _quantization(target: Decoder, drafter: ModelConfig) -> Quantization | None:
 
 
 def _maps_ids(folder: str | Path | None, load_format: str) -> bool:
-    """Whether a drafter's folder has tensors of a draft vocabulary (``load_head``) beside the drafter's."""
+    """Whether a drafter's folder has tensors of a draft vocabulary (``load_head``) besides the drafter's."""
     return load_format != "dummy" and folder is not None and MAPS[0] in locate_tensors(Path(folder))

@@ -1,11 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer that guesses the next token.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer that drafts the next token.
 
 It reads a token and the target's final hidden state of the token before it. Its attention sees everything, also where
 the target's layers are recurrent; its MLP is dense or has experts, as the target's.
 
-Knows: the layer, its checkpoint names, its two passes: entries of tokens whose successors are known, and one guess a
+Knows: the layer, its checkpoint names, its two passes: entries of tokens whose successors are known, and one draft a
 row. Entry p is of the target's hidden state at position p and of the token at p + 1. Does not know: the target (its
-embedding and head are used by whoever asks), rounds, slots.
+embedding and head are used by the caller), rounds, slots.
 Shape letters as in models/inputs.py.
 """
 
@@ -81,7 +81,7 @@ class MTPDraft(CheckpointParts):
         return cos_sin_cache(sizes.rope, sizes.rotary_dim, sizes.max_length)
 
     def _layers(self, config: MTPConfig, context: ModelContext, norm: MakeNorm) -> list[DecoderLayer]:
-        """What runs behind ``fc``: the first has the attention, and no other one has."""
+        """What runs after ``fc``: the first has the attention, and no other one has."""
         sizes = config.model
         hidden = sizes.hidden_size
         attention = DraftAttention(
@@ -116,7 +116,7 @@ class MTPDraft(CheckpointParts):
         attention.append(x_TN, positions_T, kv_slots_T, kv_layer)
 
     def forward(self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor) -> Tensor:
-        """Final-normed hidden states [T, N] of one token a row: for the target's head, and as the next guess's
+        """Final-normed hidden states [T, N] of one token a row: for the target's head, and as the next draft's
         ``hidden``. ``embedded``: of the newest token; ``hidden``: the target's of the token before it, or what this
         method returned for it. ``inputs.positions_T`` and its lengths are those of the token before it; an MLP with
         experts needs ``inputs.real_T``, and of tokens that it leaves out the result is undefined.
@@ -133,7 +133,7 @@ class MTPDraft(CheckpointParts):
     def step(
         self, embedded_TN: Tensor, hidden_TN: Tensor, inputs: StepInputs, kv_layer: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(hidden states for the head, states for the next guess): twice what ``forward`` returns."""
+        """(hidden states for the head, states for the next draft): twice what ``forward`` returns."""
         found_TN = self(embedded_TN, hidden_TN, inputs, kv_layer)
         return found_TN, found_TN
 

@@ -4,7 +4,7 @@ blocks.
 Knows: their checkpoint names, and what a Nemotron-H layer consists of. Does not know: what an MTP layer computes
 (mtp.py), which target has which (models/families).
 
-    DeepSeek-V3   model.layers.L.{enorm, hnorm, eh_proj, shared_head.norm} beside a decoder layer's own, L behind the
+    DeepSeek-V3   model.layers.L.{enorm, hnorm, eh_proj, shared_head.norm} with a decoder layer's own, L behind the
                   target's last; embed_tokens and shared_head.head repeat the target's
     Nemotron-H    mtp.layers.0.{enorm, hnorm, eh_proj}, mtp.layers.i.{norm, mixer.*} of block i, final_layernorm of the
                   last; the blocks' kinds stand in mtp_hybrid_override_pattern, or mtp_layers_block_type

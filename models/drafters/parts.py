@@ -1,4 +1,4 @@
-"""What drafters have beside decoder layers.
+"""What drafters have besides decoder layers.
 
 Knows: products of what every rank holds whole, computed in full by each or in shares. Does not know: what is
 multiplied.

@@ -59,7 +59,7 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention(config: Mapping[str, Any], specs: Specs) -> Specs:
-    """Each kind of layer has its own rope; scores have a scale of their own."""
+    """Each kind of layer has its own rope; scores have a separate scale."""
     scale = ConfigReader(config).number("query_pre_attn_scalar", 256) ** -0.5
     kinds = zip(specs, config["layer_types"], strict=True)
     return tuple(replace(spec, scale=scale, rope=int(kind == _SLIDING)) for spec, kind in kinds)

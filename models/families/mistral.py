@@ -50,7 +50,7 @@ def _more(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """By itself, and beside a vision tower: as published, and as transformers 5 holds it."""
+    """By itself, and with a vision tower: as published, and as transformers 5 holds it."""
     inner = name.removeprefix("model.")
     return name, f"language_model.{name}", name if inner == name else f"model.language_model.{inner}"
 

@@ -93,7 +93,7 @@ class NemotronH(Decoder):
     checkpoint_names: ClassVar = {
         "embedding": _both("embeddings"),
         **{f"layers.{{}}.{part}": _both(f"layers.{{}}.{name}") for part, name in BLOCK_NAMES.items()},
-        # Attention and Mamba-2 both end in a projection, under names of their own.
+        # Attention and Mamba-2 both end in a projection, under different names.
         "layers.{}.mixer.output": _both("layers.{}.mixer.o_proj"),
         "layers.{}.mixer.out": _both("layers.{}.mixer.out_proj"),
         "final_norm": _both("norm_f"),

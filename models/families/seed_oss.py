@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance Seed team 2025): Llama with biases on queries, keys and values, and heads of their own size.
+"""Seed-OSS (ByteDance Seed team 2025): Llama with biases on queries, keys and values, and heads of any size.
 
 Knows: its config. Does not know: layers and checkpoint names (llama.py).
 """

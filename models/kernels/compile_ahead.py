@@ -5,7 +5,7 @@ Does not know: which work there is (runtime/execute/executor.py), or what any ke
 
 A first start on a machine compiles a hundred kernels and more, and Triton compiles each where it is first launched,
 while everything waits. Here work runs once with every launch left out: only what it would have launched is noted, and
-threads compile that behind it. Most of a compilation is in LLVM and in processes of its own, without Python's lock.
+threads compile that after it. Most of a compilation is in LLVM and in child processes, without Python's lock.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compile_ahead(
 
     Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an
     index is one that exists. Results mean nothing. The ``local_world`` ranks of a node do the same now: each begins
-    with kernels of its own, and loads from Triton's cache what the others have compiled meanwhile. ``bind_thread`` is
+    with its share of kernels, and loads from Triton's cache what the others have compiled meanwhile. ``bind_thread`` is
     called in each of the ``threads`` first, ``progress`` with the kernels that are ready and all of them. A kernel that
     cannot be compiled is left to its launch, which raises. 0 where Triton cannot compile aside.
     """
@@ -117,7 +117,7 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
                 put(None)
 
     def abandon(self) -> None:
-        """What is not compiled yet shall be as if nobody had asked for it; leaving the mode waits for the others."""
+        """What is not compiled yet shall be as if it had not been asked for; leaving the mode waits for the others."""
         for _, put in self._puts:
             put(None)
         for future, _ in self._noted.kernels:
@@ -126,7 +126,7 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
 
 
 class _Noted(Executor):
-    """Runs nothing by itself: beside work, threads that compile would take Python's lock from it again and again."""
+    """Runs nothing by itself: during work, threads that compile would take Python's lock from it again and again."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[Future[Any], Callable[[], Any]]] = []

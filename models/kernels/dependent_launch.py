@@ -8,8 +8,8 @@ ended. These rules keep that safe:
 1. Every kernel calls ``gdc_wait`` before it reads what its predecessor wrote, and before its first write. The wait
    returns when the predecessor has ended and its writes are visible.
 2. Every kernel calls ``gdc_launch_dependents`` after its own ``gdc_wait``. So when a kernel starts, every launch but
-   its predecessor has ended, and what those wrote may be read at once. Most kernels call it right behind the wait. A
-   ``late`` product (skinny.py, wide.py) calls it behind its last weights, so that its successor prefetches while it
+   its predecessor has ended, and what those wrote may be read at once. Most kernels call it right after the wait. A
+   ``late`` product (skinny.py, wide.py) calls it after its last weights, so that its successor prefetches while it
    ends.
    A program with nothing to do may leave without waiting, as long as another one of its launch waits.
 3. Before the wait a kernel reads only weights, and per-step metadata (lengths, pages, positions) that its predecessor

@@ -1,4 +1,4 @@
-"""Values that kernels take beside tensors, and words of the options that choose them.
+"""Values that kernels take besides tensors, and words of the options that choose them.
 
 Knows: their fields. Does not know: ops (models/ops/contract.py), kernels.
 Shape letters as in models/ops/contract.py.
@@ -36,7 +36,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What attention does beside softmax(scale q k) v over all keys up to the query; AttentionSpec explains the fields.
+    """What attention adds to softmax(scale q k) v over all keys up to the query; AttentionSpec explains the fields.
 
     ``window``: not for blocks that are not causal. In a draft tree positions are depths. ``sinks_H``: float32, of this
     rank's query heads, natural logarithms: the result is multiplied by sigmoid(logsumexp of the scores - sink).
@@ -61,7 +61,7 @@ PLAIN = AttentionKind()
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """What a gated delta net is beside its projections and its convolution: this rank's heads, and their parameters.
+    """What a gated delta net is besides its projections and its convolution: this rank's heads, and their parameters.
 
     ``v_heads`` value heads, of which v_heads / k_heads share one key head. ``decay_log_H``, ``decay_bias_H`` float32
     [v_heads]: A_log and dt_bias. ``norm_V``: weight of the RMSNorm of every value head, ``eps`` its epsilon.

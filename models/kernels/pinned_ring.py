@@ -2,8 +2,8 @@
 
 Knows: how many there must be so that the host never waits in a running chain. Does not know: what they hold.
 
-FlashInfer's prefill plans are made on the host and copied to the device by work that is queued behind every step in
-flight. So the host may fill a buffer again only behind that copy. With D steps in flight beside the one that lands,
+FlashInfer's prefill plans are made on the host and copied to the device by work that is queued after every step in
+flight. So the host may fill a buffer again only after that copy. With D steps in flight besides the one that lands,
 step N is planned when step N - 1 - D has landed: D + 1 buffers are enough for a host that never waits, and one more for
 a launch that lands late. A fixed number would quietly cut a deeper chain down to itself.
 """
@@ -19,14 +19,14 @@ _Held = TypeVar("_Held")
 
 
 def ring_places(depth: int) -> int:
-    """Places of a ring whose user has ``depth`` steps in flight beside the one that lands next."""
+    """Places of a ring whose user has ``depth`` steps in flight besides the one that lands next."""
     return depth + 2
 
 
 class PinnedRing(Generic[_Held]):
     """``take`` the next one, queue the work that reads it, then ``queued``: in turn, on the thread that launches.
 
-    ``event`` makes what is recorded behind that work (torch.cuda.Event); None on a CPU, where work is not queued.
+    ``event`` makes what is recorded after that work (torch.cuda.Event); None on a CPU, where work is not queued.
     """
 
     def __init__(self, held: Sequence[_Held], event: Callable[[], Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Sigmoid routers in plain torch: what every device runs where it has no kernel of its own.
+"""Sigmoid routers in plain torch: what every device runs without a kernel for it.
 
 Knows: the choice by corrected scores among the experts of the best groups (DeepSeek-V3, Liu et al. 2024, section
 2.1.2). Does not know: how experts lie on ranks beyond their local numbers.
@@ -18,7 +18,7 @@ from torch import Tensor
 class SigmoidRouting:
     """``choices`` experts a token, of the best ``top_groups`` of ``groups`` groups of consecutive experts. Weights are
     scaled to a sum of 1 where ``renormalise``, then multiplied by ``scale``. ``shared``: so many experts, numbered
-    behind those that are chosen from, serve every token with weight 1, as further choices behind its own.
+    after those that are chosen from, serve every token with weight 1, as further choices after its own.
     """
 
     choices: int

@@ -18,7 +18,7 @@ _SAME_CLASS = 0.1  # of the memory rate: an H100's lies 30% below an H200's, var
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
     """One GPU. ``shared_bytes``: the most shared memory that one program may ask for. ``memory_rate``: bytes/s of the
-    memory's clock and width (the data sheet's figure), 0 where the driver does not tell. ``name``: the driver's.
+    memory's clock and width (the data sheet's figure), 0 if the driver does not say. ``name``: the driver's.
     """
 
     capability: tuple[int, int]

@@ -122,7 +122,7 @@ class Attention(Mixer[Tensor]):
             out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer, None if gate_TX is not None else into)
         else:
             q_THD = self._rotate(qkv_TX, kv_layer, rotation)
-            del qkv_TX  # the widest tensor of a large step is not needed beside the result
+            del qkv_TX  # the widest tensor of a large step is not needed with the result
             out_THD = self._attend_chunks(q_THD, attention, kv_layer)
             del q_THD
         if gate_TX is not None:
@@ -180,7 +180,7 @@ class Attention(Mixer[Tensor]):
 
     @property
     def entry_rows(self) -> Weight:
-        """Of keys and values, packed k | v: what ``qkv`` has behind the queries' rows."""
+        """Of keys and values, packed k | v: what ``qkv`` has after the queries' rows."""
         queries = self.heads * self.head_dim
         return self.qkv.weight.rows(queries, self.qkv.weight.outputs - queries)
 

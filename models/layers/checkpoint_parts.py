@@ -1,4 +1,4 @@
-"""CheckpointParts: a model that says which checkpoint tensors fill it, by a table of names beside it.
+"""CheckpointParts: a model that says which checkpoint tensors fill it, by a table of names.
 
 Knows: how module paths become checkpoint names, and that checkpoints may spell them differently.
 Does not know: any model, files (models/weights.py), or shard arithmetic (parallel/layers).

@@ -1,4 +1,4 @@
-"""ModelContext: what every layer of a model is built with, beside the sizes in its config.
+"""ModelContext: what every layer of a model is built with, besides the sizes in its config.
 
 Knows: the group, the kernels, dtypes of parameters and cache, how experts lie on the group. Does not know: any layer.
 """

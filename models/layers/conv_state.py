@@ -1,7 +1,7 @@
 """A short causal convolution whose latest inputs are kept in the slot's row: in front of every recurrent mixer.
 
 Knows: which channels of the checkpoint's filter this rank has, and the shape of the window. Does not know: how it is
-computed (models/kernels), or the recurrence behind it.
+computed (models/kernels), or the recurrence after it.
 Shape letters as in models/ops/contract.py.
 """
 
@@ -21,7 +21,7 @@ class ConvState(ShardedModule):
     """silu of a depthwise causal convolution of ``taps`` taps, [T, C] -> [T, C]; see Ops.causal_conv.
 
     ``segments``: (first channel, channels) of each run of the checkpoint's ``channels`` that this rank has, in the
-    order of its own. The checkpoint has the filter as [channels, 1, taps].
+    another order. The checkpoint has the filter as [channels, 1, taps].
     """
 
     def __init__(

@@ -71,13 +71,13 @@ class DecoderLayer(nn.Module):
         cache: CacheView,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
-        """``wanted_R``: the tokens whose results somebody reads; None means all. Only a mixer can leave tokens out."""
+        """``wanted_R``: the tokens whose results are read; None means all. Only a mixer can leave tokens out."""
         for half in self.halves(inputs, cache, wanted_R):
             x_TN, residual_TN = half(x_TN, residual_TN)
         return x_TN, cast(Tensor, residual_TN)
 
     def halves(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Half]:
-        """What ``forward`` calls one after the other: whoever does so alone holds no ``x`` that is no longer needed."""
+        """What ``forward`` calls one after the other: a caller of the parts holds no ``x`` that is no longer needed."""
         if (mixer := self.mixer) is not None:
             yield _before(self.mixer_post, lambda x_TN, residual_TN: mixer(x_TN, residual_TN, inputs, cache, wanted_R))
         if isinstance(mlp := self.mlp, SparseMLP):
@@ -107,7 +107,7 @@ class Decoder(CheckpointParts):
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
     of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
     ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``mtp_layout``: how checkpoints
-    name an MTP layer, which guesses for the model where it is asked to (models/drafters/mtp_layouts.py); None where
+    name an MTP layer, which drafts for the model where it is asked to (models/drafters/mtp_layouts.py); None where
     none is known. ``family_config``: how its config.json is read.
     """
 
@@ -147,7 +147,7 @@ class Decoder(CheckpointParts):
 
     @cached_property
     def irrevocable(self) -> tuple[str, ...]:
-        """Names of its mixers whose state cannot leave out tokens that were taken in, as windows need it."""
+        """Names of its mixers whose state cannot leave out tokens that were applied, as windows need it."""
         return tuple(sorted({type(mixer).__name__ for mixer in self.slot_mixers.values() if not mixer.replays}))
 
     @cached_property
@@ -165,8 +165,8 @@ class Decoder(CheckpointParts):
         """Final-normed hidden states of every token of the step [T, N], or of ``inputs.logit_rows_R`` [R, N].
 
         ``caches``: a view a layer, of what ``cache_layout`` declares; all tokens are written into them. Of the last
-        layer nobody reads but the wanted tokens, a few of a prefill: the rest of it is not computed. ``tap`` holds the
-        residual streams of all T tokens behind its layers afterwards; with one, the last layer is computed whole.
+        layer only the wanted tokens are read, a few of a prefill: the rest of it is not computed. ``tap`` holds the
+        residual streams of all T tokens after its layers afterwards; with one, the last layer is computed whole.
         """
         inputs = self._with_real_tokens(self._with_prefill_plan(inputs, caches), caches)
         planned = {
@@ -270,7 +270,7 @@ class Decoder(CheckpointParts):
         layer without mixer takes all tokens that it is given.
 
         Over gloo the sums of a step keep one size: where a rank makes a call too many, gloo would end the process of
-        another one that gets more bytes than its own call is for, and nobody could tell whose fault that was.
+        another one that gets more bytes than its own call is for, and no error would name the cause.
         """
         mlp = self.layers[-1].mlp
         counted = isinstance(mlp, SparseMLP) and mlp.load_E is not None

@@ -1,4 +1,4 @@
-"""What a drafter reads of its target besides the final hidden states: the residual stream behind chosen layers.
+"""What a drafter reads of its target besides the final hidden states: the residual stream after chosen layers.
 
 Knows: which layers, and the streams of the latest forward pass. Does not know: who reads them, what a layer computes.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class LayerTap:
-    """Give it to ``Decoder.forward``: behind that it holds one stream a layer of ``layers``, copied side by side.
+    """Give it to ``Decoder.forward``: after that it holds one stream a layer of ``layers``, copied side by side.
 
     ``layers``: numbers from 0, ascending. The stream of layer i is the sum of embedding and of everything that layers
     0..i added, before any norm: ``hidden_states[i + 1]`` of Hugging Face, but for the last layer, whose entry there is
@@ -29,7 +29,7 @@ class LayerTap:
         self._features_TLN = None
 
     def take(self, layer: int, stream_TN: Tensor) -> None:
-        """Keep a copy of the stream behind ``layer``, if it is one of ours: later kernels write over it."""
+        """Keep a copy of the stream after ``layer``, if it is one of ours: later kernels write over it."""
         if layer not in self.layers:
             return
         if self._features_TLN is None:

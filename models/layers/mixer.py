@@ -24,7 +24,7 @@ class Mixer(nn.Module, Generic[View]):
 
     ``View`` is the kind of view that its declaration stands for: a Tensor for planes, StateBanks for SlotState.
     ``replays``: of a mixer with slot state, that it heeds StateRows.undecided, of chains and of trees.
-    ``batch_invariant``: a token's result has the same bits whoever shares the step, if its kernels' have.
+    ``batch_invariant``: a token's result has the same bits whatever shares the step, if its kernels' have.
     """
 
     batch_invariant: bool = False
@@ -36,11 +36,11 @@ class Mixer(nn.Module, Generic[View]):
         raise NotImplementedError
 
     def advance(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: View) -> Tensor:
-        """Of a mixer which ``replays``: what lies between its two projections. State takes in what ``rows`` says."""
+        """Of a mixer which ``replays``: what lies between its two projections. ``rows`` says what updates the state."""
         raise NotImplementedError
 
     def advance_or_wait(self, made_TX: Tensor, rows: StateRows, positions_T: Tensor, cache: View) -> Tensor:
-        """``advance``; for rows that are undecided without taking anything in, which is left to whoever decides."""
+        """``advance``; for rows that are undecided without an update, which is left to the decider."""
         if rows.undecided is None:
             return self.advance(made_TX, rows, positions_T, cache)
         rows.undecided(Undecided(self, made_TX, partial(self.advance, cache=cache)))
@@ -61,6 +61,6 @@ class Mixer(nn.Module, Generic[View]):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
 
-        Both results are [R, N] where only some tokens are ``wanted``; ``cache`` takes in all of them.
+        Both results are [R, N] where only some tokens are ``wanted``; all of them update ``cache``.
         """
         raise NotImplementedError

@@ -26,7 +26,7 @@ class SparseMLP(nn.Module):
     """sum over the chosen experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)) of the normed input, [T, N] -> [T, N].
 
     Without a gate it is down_e(relu(up_e(x))^2). ``shared``: an expert that serves every token, or None; where it is as
-    wide as some of the others together, it lies beside them as so many further choices of every token instead, which
+    wide as some of the others together, it lies next to them as so many further choices of every token instead, which
     saves its launches.
     Routing needs no communication: every rank has the same x (an all-reduce gives every rank the same bits), the same
     router and the same kernel. ``load_E`` int64, where set, counts the tokens of each expert (models/expert_load.py).
@@ -121,7 +121,7 @@ class SparseMLP(nn.Module):
 
 
 def _shared_beside(experts: RoutedExperts, context: ModelContext) -> int:
-    """As how many of the others a shared expert lies beside them: it is the sum of parts of its features, for each of
+    """As how many of the others a shared expert lies next to them: it is the sum of parts of its features, for each of
     them by itself is squared. 0 where it does not.
     """
     parts, rest = divmod(experts.shared_size, experts.intermediate_size)

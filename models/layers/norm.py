@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019), with the residual add before it and the product behind it.
+"""RMSNorm (Zhang & Sennrich 2019), with the residual add before it and the product after it.
 
 Knows: weight and epsilon, which every rank holds in full, and who computes what: the kernels that fuse a norm with its
 neighbours, or the collective that takes a sum and the norm of it at once.

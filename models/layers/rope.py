@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 _LARGEST = 2.0**40  # of any parameter: beyond it, angles say nothing
-_BESIDE = ("rope_theta", "partial_rotary_factor")  # transformers 4 writes them beside rope_scaling, 5 inside
+_BESIDE = ("rope_theta", "partial_rotary_factor")  # transformers 4 writes them next to rope_scaling, 5 inside
 _LAYOUT_KEYS = {"rope_type", "type", *_BESIDE}
 _ALIASES = {"mrope": "default", "su": "longrope"}  # positions of text are equal in all sections of mRoPE
 # Key -> the values under which it changes nothing, where a type does not read it; None: whatever it is.
@@ -27,7 +27,7 @@ _IDLE: dict[str, tuple[object, ...] | None] = {
     "finetuned": None,  # the weights are, or not
     "mrope_section": None,
     "mrope_interleaved": None,
-    "original_max_position_embeddings": None,  # transformers writes it beside every type
+    "original_max_position_embeddings": None,  # transformers writes it with every type
     "factor": (1,),
     "attention_factor": (1,),
     "attn_factor": (1,),
@@ -127,7 +127,7 @@ class YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own. ``short`` factors serve sequences
+    """LongRoPE (Ding et al. 2024): each frequency divided by a separate factor. ``short`` factors serve sequences
     within the ``original_context``, ``long`` ones others; one list serves a whole engine, by its longest sequence."""
 
     theta: float

@@ -1,4 +1,4 @@
-"""The expert that serves every token, beside those that a router chooses (Dai et al. 2024; Qwen2-MoE, Qwen3-Next).
+"""The expert that serves every token, besides those that a router chooses (Dai et al. 2024; Qwen2-MoE, Qwen3-Next).
 
 Knows: its products and its gate. Does not know: the routed experts (moe.py), or how products are split and computed.
 """

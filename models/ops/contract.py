@@ -226,7 +226,7 @@ class Ops:
     def mixed_attention(
         self, q_THD: Tensor, kv_layer: Tensor, inputs: MixedAttention, scale: float, kind: AttentionKind = PLAIN
     ) -> Tensor:
-        """prefill_attention, with decode_attention in the place of the rows that decode, [T, H, D]."""
+        """prefill_attention, with decode_attention in the place of the decode rows, [T, H, D]."""
         raise NotImplementedError
 
     def route_top_k(

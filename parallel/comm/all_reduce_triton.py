@@ -10,18 +10,18 @@ reads local memory. A one-shot all-reduce sends every row to every peer. A two-s
 and an all-gather: a row goes to the rank that owns it, and the sum from there to all. Each of ``size`` ranks then sends
 2 (size - 1) / size messages instead of size - 1, and waits twice.
 
-Arrival needs no flag. Buffers hold SENTINEL, a value that nobody sends, until data arrives; a reader polls until it
+Arrival needs no flag. Buffers hold SENTINEL, a value that is never sent, until data arrives; a reader polls until it
 sees no sentinel, then writes the sentinel back for the use after next (the Lamport buffers of TensorRT-LLM's
 all-reduce). So correctness does not depend on the order in which stores arrive, and no release fence is needed, which
 would cost one NVLink round trip. All peers' contributions are polled together: one after the other would cost an L2
 latency each.
 
-More than 512 rows (MANY) are shared out among programs that all run at once: one that waited behind others might never
+More than 512 rows (MANY) are shared out among programs that all run at once: one that waited for others might never
 start while a peer polls for its row. Such a program pushes its next row before it waits for this one, so that the links
 stay busy. Rows beyond the buffers go in several launches.
 
 With SCATTER the kernel is a reduce-scatter: the input has rows for every rank, a program sends each peer another row,
-and each rank keeps the sum of its own. Everything else is as for one-shot.
+and each rank keeps its part of the sum. Everything else is as for one-shot.
 
 With PUSHED the matmul before this launch has pushed its tiles already (matmul_push_triton.py) while it computed others.
 This launch then sends nothing.
@@ -232,7 +232,7 @@ def all_reduce_rows(
     ranks launch the same sequence of calls, one after the other.
     ``pushed``: the launch right before this one pushed x into the peers' buffers. ``two_shot``, not with ``pushed``,
     changes no bit but the sign of zeros. ``scatter``, with neither of the two: x is [ranks * T, N], and each rank gets
-    the sum of its own T rows. ``into``, with ``norm_N``, gets the first result as codes, too. With
+    its T rows of the sum. ``into``, with ``norm_N``, gets the first result as codes, too. With
     ``pushed`` T is at most ``buffers.rows``; otherwise more rows take several launches.
     """
     ranks = len(buffers.memory)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveError(RuntimeError):
-    """A collective of this rank failed: a peer is gone, or called another collective. This rank cannot tell which."""
+    """A collective of this rank failed: a peer is gone, or called another collective. This rank cannot know which."""
 
 
 class CallRun(NamedTuple):

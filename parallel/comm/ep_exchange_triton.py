@@ -9,8 +9,8 @@ then the float32 weights and the int32 ids of its experts; so one kernel serves 
 pushes its row into the peers' buffers, polls its own for theirs, and restores the sentinel, exactly as a one-shot
 all-reduce does; all_reduce_triton.py says why that is safe, and how many rows are shared out among programs. Dispatches
 and reduce-scatters may therefore follow each other over the same buffers in any order, with different numbers of rows,
-in graphs and outside, as long as all ranks launch the same sequence and no launch waits for one behind it in its
-stream. All-reduces inside a group have buffers of their own.
+in graphs and outside, as long as all ranks launch the same sequence and no launch waits for a later one in its
+stream. All-reduces inside a group have separate buffers.
 
 No word that travels is 0x80008000, the sentinel: zero takes its place. Only hidden states contain it, as two adjacent
 minus zeros or as minus 4.6e-41: a weight is not negative, its NaN has other bits, and an id is at least -1.

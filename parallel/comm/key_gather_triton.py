@@ -1,4 +1,4 @@
-"""All-gather of a few 64-bit keys a row in one kernel: what ranks with shares of a vocabulary tell each other.
+"""All-gather of a few 64-bit keys a row in one kernel: what ranks with shares of a vocabulary exchange.
 
 Knows: which words travel, and how a program sees that a peer's have arrived. Does not know: what a key means, process
 groups, which gathers are small enough (all_reduce_dispatch.py), the layout of buffers (peer_buffers.py).

@@ -1,6 +1,6 @@
 """Device functions by which a matmul kernel pushes its tile of a partial sum straight into the peers' buffers.
 
-Knows: the address of a row of a contribution, which values may be sent, how a sentinel is told from data. Does not
+Knows: the address of a row of a contribution, which values may be sent, how a sentinel differs from data. Does not
 know: what makes the rows, when they may be read (all_reduce_triton.py).
 """
 
@@ -19,7 +19,7 @@ _SENTINEL_32 = tl.constexpr((SENTINEL << 16) | (SENTINEL & 65535))  # two of the
 
 @triton.jit
 def is_sentinel(values):
-    """Whether each element is the sentinel, compared as bits: nobody has written it yet."""
+    """Whether each element is the sentinel, compared as bits: it is not written yet."""
     if values.dtype.primitive_bitwidth == 16:
         found = values.to(tl.int16, bitcast=True) == _SENTINEL_16
     else:

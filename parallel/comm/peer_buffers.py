@@ -1,6 +1,6 @@
 """Peer buffers: memory into which every rank of a group writes partial sums, or rows, for the other ranks.
 
-Knows: the layout of the buffers, the sentinel that marks an element nobody has written, and the names under which
+Knows: the layout of the buffers, the sentinel that marks an unwritten element, and the names under which
 kernels take them. Does not know: how the memory came to be mapped (symmetric_memory.py), who writes and reads it when
 (all_reduce_triton.py, which also says why two buffers are enough).
 """

@@ -1,7 +1,7 @@
 """Symmetric memory for sentinel-filled peer buffers, and the agreement of all ranks whether kernels on it work.
 
 Knows: torch's symmetric memory, and what rules it out. Does not know: which collectives use it
-(symmetric_all_reduce.py, symmetric_exchange.py). Needs: all ranks of the group on one node, each with a GPU of its own
+(symmetric_all_reduce.py, symmetric_exchange.py). Needs: all ranks of the group on one node, one GPU each
 that can access its peers' memory.
 
 NVLink multicast is not used, and must stay off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0, which the

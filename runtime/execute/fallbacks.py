@@ -1,7 +1,7 @@
-"""Fallbacks: a slower way that was taken because the usual one was not there, counted by name and told now and then.
+"""Fallbacks: slower ways that were taken for lack of the usual one, counted by name and logged at a limited rate.
 
 A name has one reason: where the same way is taken for several, each has a name of its own, so that none is silent
-because another one was told. Knows: counts, and when each name was told last. Does not know: what the ways are; who
+because another one was logged. Knows: counts, and when each name was logged last. Does not know: what the ways are; who
 takes one names it.
 """
 
@@ -25,7 +25,7 @@ class Fallbacks:
         self._told_at: dict[str, float] = {}
 
     def take(self, name: str, reason: str) -> None:
-        """Count one. ``reason`` tells a person why, and what to type where something can be done about it."""
+        """Count one. ``reason`` says why, and what to type where something can be done about it."""
         count = self.counts[name] = self.counts.get(name, 0) + 1
         now = self._clock()
         if name not in self._told_at or now - self._told_at[name] >= QUIET_SECONDS:

@@ -23,7 +23,7 @@ _Array = npt.NDArray[Any]
 
 
 def pack(spec: LaunchSpec, tables: SlotTables, mapped: tuple[int, ...] | None, max_rows: int) -> dict[str, _Array]:
-    """Everything the step changes, by name. ``mapped``: the slots that its row map holds already, told by identity.
+    """Everything the step changes, by name. ``mapped``: the slots that its row map holds already, known by identity.
 
     Chunks are filled up to ``spec.captured`` with tokens of the padding slot, whose KV goes to the trash block,
     and with rows of it up to as many as so many tokens can be, ``max_rows`` at most.
@@ -74,7 +74,7 @@ def _integers(numbers: Sequence[int]) -> _Array:
 
 
 def _check_slots(plan: StepPlan, what: str, slots: _Array, tables: SlotTables) -> None:
-    """Real slots only: an index past a table would be written over somebody else's memory."""
+    """Real slots only: an index past a table would be written to other memory."""
     if slots.min() <= PADDING_SLOT or slots.max() >= tables.slots:
         raise ValueError(
             f"step {plan.step}: {what} names slots {slots.min()}..{slots.max()}, the slots are 1..{tables.slots - 1}"
@@ -158,12 +158,12 @@ def _groups(copied: Sequence[tuple[int, ...]]) -> range:
 
 
 def kept_states(plan: StepPlan) -> int:
-    """Rows of state that are copied behind the step."""
+    """Rows of state that are copied after the step."""
     return len(plan.forks) + len(plan.saved)
 
 
 def _pack_states(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) -> None:
-    """Snapshots lie behind slots in the banks of state."""
+    """Snapshots lie after slots in the banks of state."""
     last_slot = tables.slots - 1
     if plan.restored:
         restored = [(last_slot + snapshot, slot) for snapshot, slot in plan.restored]
@@ -177,7 +177,7 @@ def _pack_states(packed: dict[str, _Array], plan: StepPlan, tables: SlotTables) 
 
 def _pack_chunks(packed: dict[str, _Array], spec: LaunchSpec, max_rows: int) -> None:
     plan, decoding, chunked = spec.plan, spec.plan.decode_rows, spec.plan.decode_rows + len(spec.plan.chunks)
-    width, windows = plan.row_tokens, decoding * plan.row_tokens  # tokens of a row that decodes, and of all of them
+    width, windows = plan.row_tokens, decoding * plan.row_tokens  # tokens of a decode row, and of all of them
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
     tokens_3T = np.full((3, max(plan.packed_tokens, spec.captured)), PADDING_SLOT, np.int64)
     slots_R = _integers(plan.slots)
@@ -190,7 +190,7 @@ def _pack_chunks(packed: dict[str, _Array], spec: LaunchSpec, max_rows: int) -> 
         tokens_3T[1, here] = np.arange(chunk.start, chunk.start + length)
         tokens_3T[2, here] = chunk.slot
         offset += length
-    # Guesses are proposed for as many rows as there are graphs for: none of them may be one of the step before.
+    # Drafts are proposed for as many rows as there are graphs for: none of them may be one of the step before.
     rows_4R = np.zeros((4, max(spec.shape.rows, spec.shape.proposing, min(spec.captured, max_rows))), np.int64)
     real = len(plan.slots)
     ends = windows + np.cumsum(lengths) - 1

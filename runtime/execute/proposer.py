@@ -1,19 +1,19 @@
-"""What a proposer is: who guesses the tokens of a window, and what it is shown of the tokens that were there.
+"""What a proposer is: what drafts the tokens of a window, and what it is shown of the tokens that were there.
 
 Knows: the interface between roles (runtime/execute/step) and proposers, and what a proposer is made from.
-Does not know: any particular proposer, when a step has a window (runtime/schedule), what becomes of a guess (sampling).
+Does not know: any particular proposer, when a step has a window (runtime/schedule), what becomes of a draft (sampling).
 
 One captured round of width W, for B rows:
 
-    propose   ``propose(rows, columns, W - 1)``     guesses, from what the proposer keeps by slot and in its own caches
-    verify    the target's forward pass over the last token and the guesses
+    propose   ``propose(rows, columns, W - 1)``     draft tokens, from what the proposer keeps by slot and caches
+    verify    the target's forward pass over the last token and the draft tokens
     accept    the target draws at every position; a row gains 1..W tokens (acceptance.py)
     observe   ``observe(Observed)``                 the true hidden states of the tokens that count, whose successors
                                                     are known now; the proposer brings its caches up to date
 
 Each token of a sequence is observed exactly once while it holds a slot, in order, as soon as its successor is known:
 the tokens of a prompt's chunk in the forward part of the step that computes it, the newest token of every row (of a
-prompt, of a decode step of width 1, of a window) behind the draw that gave its successor. So a round needs no draft
+prompt, of a decode step of width 1, of a window) after the sample that gave its successor. So a round needs no draft
 stage for prompts, and steps of width 1 and W may alternate. Tokens that a prefix hit restored are not observed: what
 belongs to them lies in blocks of the proposer's own caches, which come back with the target's blocks. After an
 eviction all tokens are observed again.
@@ -42,7 +42,7 @@ from runtime.schedule.config import StepLimits
 
 
 class Candidates(NamedTuple):
-    """The likeliest tokens at each of Q places behind a row's last token. ids_BQC int64, ids of the vocabulary, at one
+    """The best tokens at each of Q places after a row's last one. ids_BQC int64, ids of the vocabulary, at one
     place all different; logprobs_BQC float32, what the proposer gives them, none larger than the one before it.
     """
 
@@ -51,15 +51,15 @@ class Candidates(NamedTuple):
 
 
 class Proposed(NamedTuple):
-    """What may follow each row's last token. tokens_BQ int64, ids of the vocabulary (any id where there is no guess).
+    """What may follow each row's last token. tokens_BQ int64, ids of the vocabulary (any id without a draft token).
 
-    ``parents_BQ`` (int64) or None: guesses are the nodes 1 to Q of a tree whose root, node 0, is the last token; each
-    has a smaller number than its children, which are different tokens. None: each guess follows the one before it.
+    ``parents_BQ`` (int64) or None: drafts are the nodes 1 to Q of a tree whose root, node 0, is the last token; each
+    has a smaller number than its children, which are different tokens. None: each draft follows the one before it.
 
-    ``limit_B`` (integers) or None: most tokens that each row may gain, guesses or not. Proposers leave it None; a role
-    sets it where only some of its rows have guesses. ``scripted_B`` (integers, 0..Q) or None: so many guesses are kept
+    ``limit_B`` (integers) or None: most tokens that each row may gain, drafts or not. Proposers leave it None; a role
+    sets it where only some of its rows have drafts. ``scripted_B`` (integers, 0..Q) or None: so many drafts are kept
     whatever the target draws. That changes the text, so only benchmarks ask for it.
-    ``drafted`` or None: what the guesses were drawn from, for rejection sampling; without it they are compared with the
+    ``drafted`` or None: what the drafts were drawn from, for rejection sampling; without it they are compared with the
     target's own draws.
     """
 
@@ -91,11 +91,11 @@ class Observed:
     be run over them as they are: what it writes for tokens that do not count is written again when they do.
     slots_T int64: whose they are; 0 for padding. next_ids_T int64: the tokens that follow, at positions_T + 1.
     kept_T bool: part of the sequence for good, with a known successor, and observed for the first time. False for
-    guesses that were not kept, ghosts and padding, and where the successor comes with a later call.
+    rejected draft tokens, ghosts and padding, and where the successor comes with a later call.
     kept_kv_slots_T int64: where the tokens' entries go in paged caches; those that do not count write into the trash
     block.
     hidden_TN: the target's final-normed hidden states, where the proposer ``reads_hidden``. features_TF: the residual
-    streams behind ``layers``, side by side, where it names any.
+    streams after ``layers``, side by side, where it names any.
     ``advanced``: the rows that gained their newest tokens in this call; None for the tokens within a prompt's chunk.
     """
 
@@ -118,7 +118,7 @@ class ProposerParts:
     Planes have the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for them;
     ``SlotState`` is zeroed when a request gets a slot, and copied where an answer forks. ``tables.history``: the tokens
     of every slot (slot_state.py). A proposer is made twice: first over a pool without blocks, whose layout tells what
-    blocks and slots will cost; weights are loaded before that, by whoever gives the MakeProposer.
+    blocks and slots will cost; weights are loaded before that by the MakeProposer's maker.
     """
 
     device: Device
@@ -129,7 +129,7 @@ class ProposerParts:
 
 
 class Proposer(Protocol):
-    """Guesses by slot. One an engine and pool; roles of all widths show it what they computed."""
+    """Draft tokens by slot. One an engine and pool; roles of all widths show it what they computed."""
 
     @property
     def name(self) -> str:
@@ -147,8 +147,8 @@ class Proposer(Protocol):
         ...
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        """``count`` guesses for every row. rows_B int64 [B]: their slots, padding slot 0 included; ``columns``: their
-        records. Ghosts and padding get any ids of the vocabulary. What it writes into paged caches for guesses must lie
+        """``count`` drafts for every row. rows_B int64 [B]: their slots, padding slot 0 included; ``columns``: their
+        records. Ghosts and padding get any ids of the vocabulary. What it writes into paged caches for drafts must lie
         at positions length - 1 to length - 2 + ``limits.window``, whose blocks the row holds (ghosts and padding: the
         trash block).
         """
@@ -163,20 +163,20 @@ class BranchingProposer(Proposer, Protocol):
     """One that can say more than one token a place, from which a tree is grown (runtime/speculate/tree.py)."""
 
     def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
-        """The ``top_k`` likeliest tokens at each of ``count`` places; otherwise as ``propose``."""
+        """The ``top_k`` most probable tokens at each of ``count`` places; otherwise as ``propose``."""
         ...
 
 
 @runtime_checkable
 class DrawingProposer(Proposer, Protocol):
-    """One that can draw its guesses, and say from what. Never trees: rejection sampling goes along a chain."""
+    """One that can sample its drafts, and say from what. Never trees: rejection sampling goes along a chain."""
 
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
         """As ``propose``, for a step whose rows are served by ``variant``, which is random."""
         ...
 
     def room(self, rows: int, count: int) -> Drafted:
-        """Memory for ``drafted`` of so many rows and guesses, where that must outlive the launch that draws."""
+        """Memory for ``drafted`` of so many rows and drafts, where that must outlive the launch that draws."""
         ...
 
 
@@ -184,14 +184,14 @@ MakeProposer = Callable[[ProposerParts], Proposer]
 
 
 def draws(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[DrawingProposer]:
-    """Whether guesses for a step of such rows are drawn. Greedy steps have nothing to draw."""
+    """Whether drafts for a step of such rows are sampled. Greedy steps have nothing to draw."""
     return variant.random and isinstance(proposer, DrawingProposer)
 
 
 def guesses_for(
     proposer: Proposer, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant
 ) -> Proposed:
-    """``count`` guesses for each row of a step served by ``variant``, drawn or not."""
+    """``count`` draft tokens for each row of a step served by ``variant``, drawn or not."""
     if draws(proposer, variant):
         return proposer.draw(rows_B, columns, count, variant)
     return proposer.propose(rows_B, columns, count)

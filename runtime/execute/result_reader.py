@@ -70,7 +70,7 @@ class StepTiming:
 class Ticket(NamedTuple):
     """A step's claim on a ring entry. ``send`` copies its ``words`` to the host; None: kernels store them there.
 
-    Record ``ready`` on the compute stream behind the step's work and, where steps are timed, ``start`` before it.
+    Record ``ready`` on the compute stream after the step's work and, where steps are timed, ``start`` before it.
     """
 
     spec: LaunchSpec
@@ -145,7 +145,7 @@ class ResultReader:
 
     @property
     def timed(self) -> bool:
-        """Whether steps' times are reported to anybody."""
+        """Whether steps' times are reported."""
         return self._on_timing is not None
 
     def reserve(self, spec: LaunchSpec) -> Ticket:
@@ -206,7 +206,7 @@ class ResultReader:
         return send, shape.words
 
     def take(self, step: int, deadline_s: float | None = None) -> StepResult:
-        """The result of ``step``; blocks until it has landed. Steps are taken in the order they were submitted.
+        """The result of ``step``; blocks until it has landed. Steps are taken in submission order.
 
         ResultError when it failed, naming the step that did; TimeoutError after ``deadline_s``.
         """
@@ -238,7 +238,7 @@ class ResultReader:
             self._on_timing = on_timing
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """Land what was submitted and end the worker. Raises a failure nobody took. Idempotent."""
+        """Land what was submitted and end the worker. Raises an unreported failure. Idempotent."""
         self._submitted.put(None)
         self._worker.join(deadline_s)
         if self._worker.is_alive():

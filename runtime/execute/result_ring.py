@@ -108,7 +108,7 @@ class ResultRing:
 
         Never hurts a step in flight: the entry after the newest is always free (ResultReader.reserve). Its stamp is
         the one that the next step's will be, so it goes, too: on the device here, at home when a step reserves it. A
-        capture behind that, while the step is being launched, leaves it at home.
+        capture after that, while the step is being launched, leaves it at home.
         """
         self.appended_1.add_(self.stamps - 1).remainder_(self.stamps)
         self.buffer_EX[:, 0].index_fill_(0, self.appended_1 % self.entries, NO_APPEND)
@@ -122,7 +122,7 @@ class ResultRing:
 
 
 def check_shapes(of: str, parts: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
-    """ValueError that names those of ``parts`` whose shape is not the one beside them; None has any."""
+    """ValueError that names those of ``parts`` whose shape is not the given one; None fits any."""
     wrong = [
         f"{name} {list(part.shape)} instead of {list(shape)}"
         for name, (part, shape) in parts.items()

@@ -39,7 +39,7 @@ from runtime.grammar import Grammars
 from runtime.schedule.plan import PADDING_SLOT, SlotWrite
 from runtime.schedule.request import MAX_STOP_TOKEN_IDS, FinishReason, SamplingParams
 
-# Staged as a token's position: the slot's newest token, which only the device knows; less j: the j-th guess behind it.
+# Staged as a token's position: the slot's newest token, which only the device knows; less j: the j-th draft after it.
 NEWEST = -1
 NO_TOKEN = -1  # fills unused stop-id columns; no token has this id
 
@@ -223,7 +223,7 @@ class SlotTables:
     def move_ends(self, slots_U: Tensor, max_length_U: Tensor, revived_U: Tensor) -> None:
         """Slots end at other lengths from now on; where ``revived_U`` is not 0 they are live again. All int64 [U].
 
-        The others stay as they are, finished or not: the device may have ended them in a step that nobody has read yet.
+        The others stay as they are, finished or not: the device may have ended them in a step not read yet.
         """
         columns = self.columns
         columns.max_length.index_copy_(0, slots_U, max_length_U.to(torch.int32))
@@ -240,8 +240,8 @@ class SlotTables:
         self.columns.finished.index_copy_(0, rows_B, finished_B)
 
     def remember(self, rows_B: Tensor, length_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
-        """Enter the first ``count_B`` of ``tokens_BW`` (int64) behind the ``length_B`` tokens of slots ``rows_B``, if
-        histories are kept; graph-safe. What does not count goes to slot 0, whose history nobody reads."""
+        """Enter the first ``count_B`` of ``tokens_BW`` (int64) after the ``length_B`` tokens of slots ``rows_B``, if
+        histories are kept; graph-safe. What does not count goes to slot 0, whose history is never read."""
         if self.history_SL is None:
             return
         positions = self.history_SL.shape[1]

@@ -10,7 +10,7 @@ reads the tables afterwards (step.py).
                                      attention's plan
 
 Both waits are long over in a running chain; ``waits`` counts those of the host that were not.
-The copies have a stream of their own: behind a result's copy they would wait for the step before.
+The copies have a separate stream: after a result's copy they would wait for the step before.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _TORCH_DTYPES = {
 class Chunks:
     """Tokens and rows of a step with chunks on the device, int64; views that stay right until the next is applied.
 
-    token_ids_T, positions_T, slots_T: each new token, its position and its slot. Of a row that decodes the host knows
-    neither: the position is NEWEST, the id 0; of its guesses, where it has some, NEWEST - 1 and so on. slots_R: each
+    token_ids_T, positions_T, slots_T: each new token, its position and its slot. Of a decode row the host knows
+    neither: the position is NEWEST, the id 0; of its drafts, if any, NEWEST - 1 and so on. slots_R: each
     row's slot; emitting_R: the same where the row decodes or its chunk is the last, the padding slot elsewhere, so that
     sampling into ``emitting_R`` masks the others; logit_rows_R: where in T each row's last token is; decodes_R: 1 where
     the row decodes. A fork has no tokens: its slot is in ``emitting_R`` only, and its logit row is that of the chunk
-    which it draws behind. R is the step's bucket; the rows past its real ones are slot 0 and logit row 0. scored_2S: of
+    after which it samples. R is the step's bucket; rows past its real ones are slot 0 and logit row 0. scored_2S: of
     each prompt token that is scored, where in T the token before it is, and its id; None when there is none.
     """
 
@@ -69,7 +69,7 @@ class Chunks:
     def state_rows(self, ghosts_R: Tensor | None = None) -> StateRows:
         """Whose state each row continues, and where its tokens end; rows past the real ones end where the last does.
 
-        ``ghosts_R`` bool: rows that continue nobody's.
+        ``ghosts_R`` bool: rows of no request.
         """
         slots_R = self.slots_R if ghosts_R is None else torch.where(ghosts_R, PADDING_SLOT, self.slots_R)
         return StateRows(slots_R, (self.logit_rows_R + 1).cummax(0).values)
@@ -130,9 +130,9 @@ class Staging:
         self._used = 0
         self._unapplied: int | None = None
         self._attention_plans: dict[str, tuple[MakePlan, Tensor]] = {}
-        self.on_seated: Callable[[Tensor], None] | None = None  # told the slots (int64) of whoever is new in one
+        self.on_seated: Callable[[Tensor], None] | None = None  # called with the slots (int64) of new requests
         self.on_restored: Callable[[Tensor], None] | None = (
-            None  # told rows of state banks, [2, H]: from which, to which
+            None  # called with rows of state banks, [2, H]: from which, to which
         )
         self.on_forked: Callable[[Tensor, Tensor | None], None] | None = None  # the same, and blocks, before all else
 
@@ -154,10 +154,10 @@ class Staging:
     @contextmanager
     def real_padding(self, vocab_size: int, block: int, group: int = 0) -> Iterator[Callable[[Sequence[int]], None]]:
         """Inside, padding is computed as tokens are: each another id, in every ``group`` that measures with this one,
-        its KV in ``block``, which nobody has yet. What is yielded makes it prompts of so many tokens each, one behind
+        its KV in ``block``, which is unused yet. What is yielded makes it prompts of so many tokens each, one after
         the other, from their first token on, in the slots from 1 on.
 
-        For start-up, where nobody is seated, and which measures steps of padding: experts compute no padding, equal
+        For start-up, before any request is admitted, for steps of padding: experts compute no padding, equal
         tokens choose equal ones, and recurrent layers may return anything of a token in no row or in the null slot's.
         """
         ids_T, positions_T, slots_T = self._chunk_tokens_3T
@@ -206,7 +206,7 @@ class Staging:
         return self._copied_blocks_2R[:, : sum(fork.copied is not None for fork in spec.plan.forks)]
 
     def kept_states(self, spec: LaunchSpec) -> Tensor:
-        """int64 [2, C]: rows of state banks, and those that get their contents behind the step; C may be 0."""
+        """int64 [2, C]: rows of state banks, and those that get their contents after the step; C may be 0."""
         return self._kept_2R[:, : kept_states(spec.plan)]
 
     def bring_attention_plans(self, role: str, make: MakePlan, place_E4: Tensor) -> None:

@@ -71,7 +71,7 @@ class Answer:
         return "" if self._text is None else self._text.text
 
     def take(self, update: Update) -> Gain:
-        """Tokens after a stop string are nobody's: pieces end with the token that completed it."""
+        """Tokens after a stop string are dropped: pieces end with the token that completed it."""
         if self.reason is not None:
             self.end = update.end
             return Gain([])

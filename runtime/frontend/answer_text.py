@@ -161,6 +161,6 @@ class TextStream:
         """The engine ended the answer for ``reason``: the rest of its text, and the reason that its caller sees.
 
         A serial engine would have stopped at a stop string, even if the answer ran into its length meanwhile. The rest
-        of an answer that was cut short is not shown: its last bytes tell no end."""
+        of an answer that was cut short is not shown: its last bytes show no end."""
         rest = self.finish() if reason in (FinishReason.STOP, FinishReason.LENGTH) else ""
         return rest, FinishReason.STOP if self.stopped else reason

@@ -1,4 +1,4 @@
-"""AsyncEngine: an engine for asyncio programs. It takes turns in a thread of its own; answers arrive piece by piece.
+"""AsyncEngine: an engine for asyncio programs. It takes turns in a thread; answers arrive piece by piece.
 
 Knows: what crosses between that thread and event loops, and in which order things end. Does not know: how requests are
 checked, fed and put together (client.py), sockets, HTTP.
@@ -14,7 +14,7 @@ checked, fed and put together (client.py), sockets, HTTP.
     the consumer stops listening: a _Cancel   ->  the request ends within a few steps
     close(): a _Close                         ->  agrees on the end with the other ranks, and returns
 
-Whoever opened the engine closes it, after this.
+The opener of the engine closes it, after this.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _ResetPrefixCache:
 
 
 class AsyncEngine:
-    """See the module's docstring. Nobody else may use ``engine`` from here on until ``close`` has returned.
+    """See the module's docstring. Nothing else may use ``engine`` from here on until ``close`` has returned.
 
     ``prepare``, ``stream``, ``complete`` and ``close`` may be called in any thread and any event loop. Raises
     EngineStopped for an engine that another client's end has stopped.
@@ -77,7 +77,7 @@ class AsyncEngine:
         self._orders: deque[_Submit | _Cancel | _ResetPrefixCache | _Close] = deque()
         self._ordered = threading.Event()
         self._lock = threading.Lock()  # of the next three
-        self._listening: set[_Submit] = set()  # who is to be told of an end
+        self._listening: set[_Submit] = set()  # those to notify of an end
         self._stopped = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,7 +91,7 @@ class AsyncEngine:
 
     @property
     def live(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests that are waited for."""
         return len(self._listening)
 
     def prepare(self, request: PromptRequest) -> PreparedPrompt:
@@ -141,7 +141,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End everything: requests that have not ended raise EngineStopped, the other ranks' ``follow`` returns.
 
-        Returns when the engine's thread has ended. Raises EngineStopped if the engine failed, so that whoever opened it
+        Returns when the engine's thread has ended. Raises EngineStopped if the engine failed, so that the opener
         closes it as failed. Idempotent.
         """
         self._order(_Close())
@@ -174,7 +174,7 @@ class AsyncEngine:
         return submitted
 
     def _leave(self, submitted: _Submit) -> None:
-        """The consumer listens no more. Where it was told of the end before, there is nothing to cancel."""
+        """The consumer listens no more. If it saw the end before, there is nothing to cancel."""
         with self._lock:
             if submitted not in self._listening:
                 return
@@ -205,7 +205,7 @@ class AsyncEngine:
                 else:
                     self._client.wait(self._ordered.wait, _IDLE_SECONDS)
             self._client.close()
-        except BaseException as error:  # carried to whoever waits, and to close()
+        except BaseException as error:  # carried to waiting callers, and to close()
             log.error("the engine's thread ends", exc_info=error)
             self._failure = error
         finally:
@@ -258,12 +258,12 @@ class AsyncEngine:
             self._deliver(letters)
 
     def _forget(self, submitted: _Submit) -> None:
-        """It has ended, or never began: nobody need be told of an end, or cancel it."""
+        """It has ended, or never began: there is no end to report and nothing to cancel."""
         with self._lock:
             self._listening.discard(submitted)
 
     def _deliver(self, letters: Sequence[tuple[_Submit, _Letter]]) -> None:
-        """Into the mailboxes, each in its own loop. Those of a loop that is closed have nobody behind them."""
+        """Into the mailboxes, each in its own loop. Those of a loop that is closed have no reader."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Submit, _Letter]]] = {}
         for submitted, letter in letters:
             by_loop.setdefault(submitted.loop, []).append((submitted, letter))

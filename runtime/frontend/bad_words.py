@@ -1,6 +1,6 @@
 """Bad words as the token ids that the engine keeps apart.
 
-Knows: that a word may stand at the beginning and behind a space, which most tokenizers write as different tokens (so
+Knows: that a word may stand at the beginning and after a space, which most tokenizers write as different tokens (so
 does vLLM). Does not know: what the engine does with them (runtime/execute/sampling/logit_edits.py).
 """
 
@@ -15,7 +15,7 @@ from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word, alone and behind a space; each once. Raises RequestError.
+    """The token ids of each word, alone and after a space; each once. Raises RequestError.
 
     Only these token ids in a row are kept apart: the same letters may still come of other tokens.
     """
@@ -36,7 +36,7 @@ def _token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple
         text = checked_text("a word of bad_words", word).lstrip()
         if not text:
             raise RequestError(f"bad_words has {word[:20]!r}, but a word must have at least one letter")
-        if len(text) > 64 * MAX_BAD_WORD_TOKENS:  # nobody's token is that long, and texts are tokenised whole
+        if len(text) > 64 * MAX_BAD_WORD_TOKENS:  # no token is that long, and texts are tokenised whole
             raise RequestError(f"bad_words has a word of {len(text)} letters, which is more than can be kept apart")
         for form in (text, " " + text):
             ids = tuple(prompt_ids(tokenizer, form, PIECE, add_special_tokens=False))

@@ -12,7 +12,7 @@ Does not know: where requests come from, threads (async_engine.py has one), file
     client.close()                                                 # every rank takes the same last turn
 
 ``prepare`` may be called from any thread. Everything else is for one thread, the one that takes the engine's turns.
-``submit`` and ``cancel`` only note what is wanted: the next ``turn`` tells the engine.
+``submit`` and ``cancel`` only note what is wanted: the next ``turn`` informs the engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PromptRequest:
     two unfinished requests have the same, and None takes a number. ``priority``: smaller ones run earlier. ``stream``:
     deltas are wanted, not only the whole answer. ``text``: where ``prompt`` is token ids, the text they were made from.
     ``arrived_at``: when it came, by the client's clock; None is when it is submitted. ``apart``, without a key: each
-    answer has an output and deltas of its own, as if it were a request; their keys are the numbers from the returned
+    answer has a separate output and deltas, as if it were a request; their keys are the numbers from the returned
     one on. Until the first token they are cancelled together. ``batch``: what it is a part of.
     """
 
@@ -157,7 +157,7 @@ class EngineClient:
         self._queued = 0  # answers of those that wait
         self._most_not_begun = engine.config.max_waiting
         self._answers: dict[Hashable, range] = {}  # request ids of each unfinished request's answers
-        self._cancelled: list[Finished] = []  # before the engine heard of them
+        self._cancelled: list[Finished] = []  # before they reached the engine
         self._closed = False
 
     # ---- requests ----
@@ -194,7 +194,7 @@ class EngineClient:
         asked, sampling = prepared.request, prepared.sampling
         _check_key_and_arrival(asked)
         while asked.key is None and self._outputs.next_id in self._answers:
-            self._outputs.next_id += 1  # somebody chose this number for a key
+            self._outputs.next_id += 1  # a caller chose this number for a key
         key = self._outputs.next_id if asked.key is None else asked.key
         if key in self._answers:
             raise RequestError(f"key {key!r} is in use by a request that has not ended")
@@ -278,7 +278,7 @@ class EngineClient:
             self.engine.cancel(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
-        """As vLLM's: requests from now on hit nothing older; what runs goes on with what it has."""
+        """As vLLM's: requests from now on hit nothing older; what runs keeps what it has."""
         self.engine.reset_prefix_cache()
 
     # ---- room ----
@@ -340,7 +340,7 @@ class EngineClient:
     def _feed(self) -> None:
         """As many as keep the engine busy: others wait here, where order and end cost less than on every rank.
 
-        All answers of a request go together, so that its prompt is told and computed once.
+        All answers of a request go together, so that its prompt is sent and computed once.
         """
         queue, outputs = self._queue, self._outputs
         while queue and outputs.live - self._queued < self.capacity:
@@ -398,7 +398,7 @@ class EngineClient:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """After an error the engine is left as it is: its own end tells the other ranks."""
+        """After an error the engine is left as it is: its own end informs the other ranks."""
         if error is None or isinstance(error, RequestError):
             self.close()
 

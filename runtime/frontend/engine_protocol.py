@@ -68,7 +68,7 @@ class EngineProtocol(Protocol):
     def add(self, request: Request) -> None:
         """Make the arrival of ``request`` an agreed event. Its ``request_id`` is new.
 
-        Raises RequestError (validation.py) for one that cannot be served as it stands, before any rank hears of it.
+        Raises RequestError (validation.py) for one that cannot be served as it stands, before any rank receives it.
         """
         ...
 
@@ -91,7 +91,7 @@ class EngineProtocol(Protocol):
     def slack(self) -> float:
         """Seconds for which ``step`` may be put off without the device running dry (plan_late.py). 0: take it now.
 
-        For callers that hear of requests from another thread or process meanwhile; they ask again after each wait.
+        For callers that receive requests from another thread or process meanwhile; they ask again after each wait.
         """
         ...
 

@@ -45,7 +45,7 @@ class _Group:
     arrived_at: float
     opened_at: float
     answers: list[Completion | None]
-    prompt_parts: list[PromptLogprobs] | None  # None: nobody asked for the prompt's log-probabilities
+    prompt_parts: list[PromptLogprobs] | None  # None: the prompt's log-probabilities are not wanted
     handed_over_at: float | None = None  # None: when it was opened
     first_at: float | None = None
     apart: bool = False  # no entries are made of ``prompt_parts``
@@ -87,7 +87,7 @@ class OutputProcessor:
     """``open`` a request, hand its parts to the engine, ``route`` every step output until the answer comes out.
 
     ``tokenizer`` None gives empty texts (and refuses stop strings). ``clock`` returns seconds. A row of a step costs
-    nothing here unless somebody waits for the first token, or wants a stop string, deltas or log-probabilities.
+    nothing here unless the caller waits for the first token, or wants a stop string, deltas or log-probabilities.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -218,7 +218,7 @@ class OutputProcessor:
 
     @staticmethod
     def _advance_simply(sequence: _Sequence, token: int, now: float, routed: Routed) -> None:
-        """What most rows of most steps need: the text of one token, and a delta if somebody listens."""
+        """What most rows of most steps need: the text of one token, and a delta if it is streamed."""
         text = sequence.text
         kept = sequence.kept
         shown = "" if text is None else text.push(token)

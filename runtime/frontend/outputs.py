@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token and, most likely first, of the likeliest ones in its place.
+    """Natural-log probability of one token and, most likely first, of the best ones in its place.
 
     There are ``logprobs`` of those for a generated token, ``prompt_logprobs`` for one of the prompt.
 
@@ -36,8 +36,8 @@ class Completion:
     """One of a request's ``n`` answers.
 
     ``token_ids`` ends with the token that ended it (the eos or stop id, or the token that completed a stop string);
-    ``text`` ends before the stop. ``logprobs`` is aligned with ``token_ids``; None when nobody asked. ``rounds``: steps
-    that checked proposals for it; ``accepted``: proposals that were kept, of which some may lie behind a stop string.
+    ``text`` ends before the stop. ``logprobs`` is aligned with ``token_ids``; None if not requested. ``rounds``: steps
+    that checked proposals for it; ``accepted``: proposals that were kept, of which some may lie after a stop string.
     """
 
     index: int
@@ -69,7 +69,7 @@ class RequestOutput:
     """A request that ended. ``key`` is the caller's own id; ``prompt`` is None when ids were given instead of text.
 
     ``prompt_token_ids`` is an ``array("i")`` as a rule: four bytes a token, for as long as the caller keeps it.
-    ``prompt_logprobs`` is aligned with ``prompt_token_ids``; None when nobody asked. Its first entry is None, for
+    ``prompt_logprobs`` is aligned with ``prompt_token_ids``; None if not requested. Its first entry is None, for
     nothing predicts the first token, and so are those that a request which ended early did not come to.
     """
 

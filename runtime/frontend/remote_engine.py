@@ -1,15 +1,15 @@
 """RemoteEngine: the engine as an API process sees it, over its connection to rank 0. One event loop uses it.
 
-Knows: which sequence gained which tokens, who hears of a step first, what is known of the engine's health and load,
+Knows: which sequence gained which tokens, which client is served first, what is known of the engine's health and load,
 what a lost rank 0 means. Does not know: text (answer.py), HTTP, how the engine works, how its turns are taken
 (engine_server.py).
 
-A step's first tokens and ends are told at once, the others a few at a time: to write a token to its client takes some
+A step's first tokens and ends are sent at once, the others a few at a time: to write a token to its client takes some
 tens of microseconds, and of many rows that is half a step, in which a request that has just come would wait unread.
 
     mailbox = engine.submit([sequence, ...])        # all answers of one HTTP request share a mailbox
     while not mailbox.ended: for update in await mailbox.take(): ...
-    mailbox.leave()                                 # whoever stops listening: what has not ended is cancelled
+    mailbox.leave()                                 # stop listening: what has not ended is cancelled
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EngineLost(RuntimeError):
 
 
 class ClientGone(Exception):
-    """Whoever asked has closed the connection."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Mailbox:
                 del self.live[index]
 
     def leave(self) -> None:
-        """Nobody takes any more: what has not ended is cancelled."""
+        """The client takes no more: what has not ended is cancelled."""
         if self.live:
             self._engine.drop(list(self.live.values()), FinishReason.CANCELLED)
             self.live.clear()
@@ -163,15 +163,15 @@ class Health(NamedTuple):
 
 MOST_UNREAD = 1 << 17  # updates, some 30 MB: a client that lets more wait does not read its stream
 MOST_AT_ONCE = 32  # updates: to write their tokens to clients takes some ms, in which nothing else is read
-_AT_ONCE = 8  # sequences whose tokens are told before the event loop looks for what has come meanwhile
-_PATIENCE = 0.5  # of the time after which the watchdog ends the job: health is told before that
+_AT_ONCE = 8  # sequences whose tokens are delivered before the event loop looks for what has come meanwhile
+_PATIENCE = 0.5  # of the time after which the watchdog ends the job: health is reported before that
 _MOST_QUIET = 5.0  # seconds; beats come twice a second
 
 
 class RemoteEngine(asyncio.Protocol):
     """The protocol of the connection to rank 0, and what is known of the engine.
 
-    ``on_step`` hears the columns of every step. ``on_bye`` is called once, when rank 0 said goodbye or is gone: with
+    ``on_step`` receives the columns of every step. ``on_bye`` is called once, when rank 0 said goodbye or is gone: with
     the failure, if there was one.
     """
 
@@ -180,7 +180,7 @@ class RemoteEngine(asyncio.Protocol):
         self.stats: Stats | None = None
         self.draining = False
         self.ended: str | None = None  # why nothing is taken any more
-        self.failed = False  # and that nobody asked for it
+        self.failed = False  # without a request to
         self.on_step: Callable[[Columns], object] = lambda columns: None
         self._on_setup, self._on_bye = on_setup, on_bye
         self._beat: Beat | None = None
@@ -190,7 +190,7 @@ class RemoteEngine(asyncio.Protocol):
         self._next = 0
         self._by_local: dict[int, _Live] = {}
         self._by_request: dict[int, _Live] = {}
-        self._untold: deque[_Live] = deque()  # of the latest step: their tokens are still to be told
+        self._untold: deque[_Live] = deque()  # of the latest step: their tokens are not delivered yet
         self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, asked for and not answered
         self._telling = False  # the event loop will call _tell_some
 
@@ -251,7 +251,7 @@ class RemoteEngine(asyncio.Protocol):
     # ---- health ----
 
     def health(self) -> Health:
-        """From memory. The engine is alive when it made progress lately, on every rank that is heard of."""
+        """From memory. The engine is alive when it made progress lately, on every known rank."""
         now, ready, beat = time.monotonic(), self.ready, self._beat
         if self.ended is not None:
             return Health(f"the engine ended: {self.ended}")
@@ -286,7 +286,7 @@ class RemoteEngine(asyncio.Protocol):
         self._lost("rank 0 is gone")
 
     def _lost(self, why: str | None, *, failed: bool = True) -> None:
-        """Nothing more will come: whoever waits hears of it."""
+        """Nothing more will come: waiting callers are notified."""
         if self.ended is not None:
             return
         self._tell(len(self._untold))
@@ -388,7 +388,7 @@ class RemoteEngine(asyncio.Protocol):
         sequence.fresh, sequence.logprobs = [], ()
         mailbox = sequence.mailbox
         if mailbox.live.get(sequence.index) is not sequence:
-            return  # nobody waits for it any more
+            return  # it was given up
         if end is not None:
             del mailbox.live[sequence.index]
         mailbox.put(Update(sequence.index, fresh, logprobs, end))

@@ -5,7 +5,7 @@ Knows: the messages of both directions, msgpack in frames (framing.py). Does not
 
 Rank 0 sends one ``Step`` a turn that brought anything, whatever the number of requests, never one a token. Token ids of
 prompts travel as little-endian int32. Both ends are processes of one user on one machine, connected by a socketpair
-that nobody else can open; still every frame is decoded strictly, and one that does not fit ends the connection.
+that no other process can open; still every frame is decoded strictly, and one that does not fit ends the connection.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Once or twice a second: the engine's counters, and how full it is now.
 
     ``queued``: sequences that no step has begun. ``full``: no more are taken for now. ``restarts``: API processes that
-    had to be started again. ``disconnected``: sequences that were cancelled because nobody waited for them any more.
+    had to be started again. ``disconnected``: sequences that were cancelled because their clients had gone.
     ``iterations``: tokens that each step brought, counted in the buckets of ITERATION_BUCKETS and one beyond; and their
     sum. ``agreements``: the same of the seconds that ranks took to agree on a turn's events, in AGREEMENT_BOUNDS.
     """
@@ -216,7 +216,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Nobody waits for these any more: CANCELLED, or STOP where their stop string was found."""
+    """Their clients have gone: CANCELLED, or STOP where their stop string was found."""
 
     locals: tuple[int, ...]
     reason: FinishReason

@@ -18,7 +18,7 @@ from runtime.frontend.tokenizer_files import TokenizerError, TokenizerFiles
 from runtime.grammar import Grammars
 
 _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
-_CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to tell whether an answer starts with a space
+_CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to show whether an answer starts with a space
 _LONGEST_WAIT: Final = 48  # tokens whose text is still open: more, and most of them cannot be
 _OPEN_TOKENS: Final = 16  # of those, the last that stay open
 _OPEN_CHARACTERS: Final = 4  # the least they must read as: no character has more bytes
@@ -210,7 +210,7 @@ def grammars_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Seq
 class ByteDetokenizer:
     """``Detokenizer`` for tokenizers that are ``context_free``: a token is a piece of bytes, whatever stands before it.
 
-    So a token costs a look-up and the decoding of its own bytes, a tenth of what the window of the other costs.
+    So a token costs a look-up and the decoding of its bytes, a tenth of what the window of the other costs.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -102,7 +102,7 @@ def check_request_ids(*request_ids: int) -> None:
 
 
 def check_quantum(epoch: int, tokens: int) -> None:
-    """Of a session that goes on. Raises RequestError."""
+    """Of a session that continues. Raises RequestError."""
     _whole("epoch", epoch, 0, MAX_QUANTUM)
     _whole("tokens", tokens, 1, MAX_QUANTUM)
 
@@ -116,7 +116,7 @@ def checked_turn(token_ids: object, max_tokens: int, quantum: int, model: ModelF
 
 def checked_prompt(prompt_token_ids: object, vocab_size: int, max_model_len: int) -> tuple[int, ...]:
     """The ids as a tuple of ints. Raises RequestError unless it is a flat sequence of at least one whole number, every
-    id exists, and one token of answer fits behind it.
+    id exists, and one token of answer fits after it.
     """
     given = _sequence("the prompt", prompt_token_ids, "token ids")
     if not given:
@@ -185,7 +185,7 @@ def checked_grammar(sampling: SamplingParams, grammars: Grammars) -> None:
 
 
 def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:
-    """``sampling`` with max_tokens and min_tokens cut to what fits behind a prompt of so many tokens.
+    """``sampling`` with max_tokens and min_tokens cut to what fits after a prompt of so many tokens.
 
     Raises RequestError for a kind of sampling that this engine has no memory for.
     """

@@ -20,7 +20,7 @@ MOST = 1 << 16  # beginnings that are remembered: some 15 MB
 
 
 class PrefixHomes:
-    """``find`` before a prompt is assigned, ``remember`` behind it, on every rank in the same order."""
+    """``find`` before a prompt is assigned, ``remember`` after it, on every rank in the same order."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most

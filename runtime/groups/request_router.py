@@ -4,12 +4,12 @@ Knows: which events are this group's, when a group's output of a turn has come. 
 (step_sync.py), how outputs travel (parallel/control).
 
     turn N      every rank: ``mine`` of the agreed events              an arrival is one group's, the rest is for all
-                first rank of each other group: ``gather`` tells rank 0 what its group put out
+                first rank of each other group: ``gather`` sends rank 0 its group's output
     turn N + 1  rank 0: ``gather`` returns what all groups put out in turn N
 
-A turn later, because then it is all there: a group tells its output of turn N before it proposes numbers for turn
+A turn later, because then it is all there: a group sends its output of turn N before it proposes numbers for turn
 N + 1, on one connection that keeps the order, and rank 0 cannot finish turn N + 1 without those. So what rank 0 returns
-does not depend on who was quick, and nobody waits for it. Only what a broken connection has delayed comes later, whole.
+does not depend on speed, and no rank waits for it. Only what a broken connection has delayed comes later, whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.schedule.plan import Admit, Event, StepOutput
 
 
 class Channel(Protocol):
-    """To rank 0: what a rank tells comes in order, and before the numbers it proposes afterwards."""
+    """To rank 0: what a rank sends comes in order, and before the numbers it proposes afterwards."""
 
     rank: int
     world: int

@@ -1,4 +1,4 @@
-"""What groups with requests of their own must agree on before each step, so that their collectives fit together.
+"""What groups with separate requests must agree on before each step, so that their collectives fit together.
 
 Knows: the few numbers of which the maximum is taken. Pure, but for the call that takes it. Does not know: who carries
 that call (the control plane), what is launched for them (runtime/execute/launch_spec.py), experts, or requests.
@@ -29,8 +29,8 @@ class StepAgreement(Protocol):
 class DpStepSync:
     """One group's view of all.
 
-    ``load_balancer``: whose loads are agreed along with the rest; None where each group has requests of its own making.
-    ``idle_steps`` counts those that it launched for the others' sake, without a row of its own. ``room``: the least
+    ``load_balancer``: whose loads are agreed along with the rest; None where groups are not balanced.
+    ``idle_steps`` counts those that it launched for the others' sake, without rows. ``room``: the least
     that any group gave to the latest ``join``.
     """
 
@@ -41,10 +41,10 @@ class DpStepSync:
         self.room = NO_BOUND
 
     def join(self, step: int, needs: LaunchNeeds, room: int = NO_BOUND) -> LaunchNeeds | None:
-        """What all groups together need of step ``step``, of which this one has ``needs``; None where nobody has work.
+        """What all groups together need of step ``step``, of which this one has ``needs``; None if no group has work.
 
         Groups without work launch it, too: their part of the exchanges is awaited. ``room``: tokens that the step
-        behind it may have for the sake of this group's decode rows, NO_BOUND at most.
+        after it may have for the sake of this group's decode rows, NO_BOUND at most.
         """
         variant_numbers = map(int, astuple(needs.variant))
         least = NO_BOUND - room  # its maximum is of the least room

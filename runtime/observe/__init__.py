@@ -1,1 +1,1 @@
-"""What a run tells about itself: counters and step timelines."""
+"""What a run reports: counters and step timelines."""

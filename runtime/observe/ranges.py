@@ -18,7 +18,7 @@ class Ranges(Protocol):
 
 
 class NvtxRanges:
-    """Ranges that Nsight Systems shows; a fraction of a microsecond each while nobody profiles. Needs CUDA."""
+    """Ranges that Nsight Systems shows; a fraction of a microsecond each without a profiler. Needs CUDA."""
 
     def __init__(self) -> None:
         from torch.cuda import nvtx
@@ -56,7 +56,7 @@ class _Range:
 
 
 def open_ranges(wanted: bool) -> Ranges | None:
-    """None where nobody wants ranges, or where there is no CUDA to make them with."""
+    """None if ranges are off, or where there is no CUDA to make them with."""
     if not wanted:
         return None
     import torch

@@ -26,12 +26,12 @@ class StepRecord:
     launched, ``rows`` of them real, of which ``ghosts`` turned out to belong to ended requests. ``exchange_rows``:
     where several groups share experts, the rows that each of them brought to every exchange of the step, as agreed;
     None where there is one group, and where no group launched anything. ``width``: tokens that a row could gain;
-    ``gained``: what all of them gained, by the device's count; None where nobody asked. ``break_reason`` is None when
+    ``gained``: what all of them gained, by the device's count; None if not measured. ``break_reason`` is None when
     the step was chained, else one of ScheduleCounters' reasons.
 
     ``*_at_ns`` are times of time.perf_counter_ns. Its turn: agree, plan, launch follow each other from ``began_at_ns``
     on; its landing, D turns later: wait (for the device) and land (bookkeeping) from ``land_at_ns`` on; durations in
-    ns. ``device_*_ms`` are by the device's own clock and None where nobody asked; ``seen_at_ns`` is when the landing
+    ns. ``device_*_ms`` are by the device's own clock and None if not measured; ``seen_at_ns`` is when the landing
     worker saw the results on the host, ``read_at_ns`` when it had read them.
     """
 
@@ -72,7 +72,7 @@ class StepRecord:
         return self.role != VOID or self.exchange_rows is not None
 
 
-_NONE = -1  # of a count that nobody took
+_NONE = -1  # of a count that was not taken
 _LAYOUT = struct.Struct("<8i10q2d")
 
 

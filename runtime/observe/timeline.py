@@ -117,7 +117,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], object], compressed: bool = False) -> None:
-    """All of it or nothing: whoever sees ``path`` may read it."""
+    """All of it or nothing: what is visible is complete."""
     new = path.with_name(path.name + ".new")
     with gzip.open(new, "wb", compresslevel=4) if compressed else new.open("wb") as file:
         write(cast(IO[bytes], file))

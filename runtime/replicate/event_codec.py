@@ -153,7 +153,7 @@ def encode_events(events: Sequence[Event]) -> bytes:
 
 
 def most_bytes(event: Event) -> int:
-    """An upper bound of the bytes that ``event`` takes in ``encode_events``, told from the lengths of its lists."""
+    """An upper bound of the bytes that ``event`` takes in ``encode_events``, from the lengths of its lists."""
     if isinstance(event, Extend):
         return _BARE_BYTES + _TOKEN_BYTES * len(event.token_ids)
     if not isinstance(event, Admit):

@@ -1,10 +1,10 @@
-"""What a leader's callers asked for and no control record has told yet: announced in portions, turn by turn.
+"""Events queued on rank 0 and not broadcast yet: announced in portions, turn by turn.
 
 Knows: how much of it a turn needs. Does not know: records, steps, how a scheduler chooses.
 
 All of a large batch in one record would keep every rank reading, with an idle device, before the first prefill is
 planned. A portion holds what a prefill step can take, so such steps are as full as if everything had been announced,
-and the rest is read behind them, while the device computes. Nor does a portion have more bytes than a control record
+and the rest is read after them, while the device computes. Nor does a portion have more bytes than a control record
 may carry, whatever its requests list.
 """
 
@@ -22,7 +22,7 @@ MOST_BYTES = 16 << 20  # half of MAX_PAYLOAD (parallel/control/wire/frames.py), 
 
 
 class PendingEvents:
-    """Events in the order of ``put``, but that none waits behind arrivals of other requests.
+    """Events in the order of ``put``, but that none waits for arrivals of other requests.
 
     ``prompt_tokens``, ``requests``: a portion's arrivals end with the one that reaches either. A portion ends before
     the event that would pass MOST_BYTES, but never before its first. ``count``: events that wait.

@@ -329,7 +329,7 @@ class Ledger:
             self.write_windows(sequence, first, end)
 
     def write_windows(self, sequence: SequenceState, first: int, end: int | None = None) -> None:
-        """The same in the tables of groups with a window, which lie behind that of all tokens: pages held of these."""
+        """The same in the tables of groups with a window, which lie after that of all tokens: pages held of these."""
         slot = sequence.slot
         for group, pages in enumerate(sequence.windows, 1):
             begin = group * self.limits.max_blocks + max(first, pages.first)

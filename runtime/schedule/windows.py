@@ -1,6 +1,6 @@
 """Sliding windows: what a request holds of layers that see the last W keys, page by page as its window moves on.
 
-Knows: when a page is behind every query in flight, how far a chunk may go, what hits and forks share of a window.
+Knows: when a page is before every query in flight, how far a chunk may go, what hits and forks share of a window.
 Does not know: pages of layers that see all tokens (reservation.py, prefix.py), rows of steps (planner.py).
 
     pages of 4 tokens, W = 6; 17 tokens have landed, the query at position 16 sees keys 11 to 16

@@ -1,1 +1,1 @@
-"""Proposers: who guesses the tokens of windows, one a file. Their interface is runtime/execute/proposer.py."""
+"""Proposers: drafters of speculative windows, one a file. Their interface is runtime/execute/proposer.py."""

@@ -1,4 +1,4 @@
-"""The DFlash proposer: a small decoder guesses a whole block at once, from the target's features of all tokens before.
+"""The DFlash proposer: a small decoder drafts a whole block at once, from the target's features of all tokens before.
 
 Knows: what it keeps in pages. Does not know: the decoder's mathematics (models/drafters/dflash.py), rounds, acceptance.
 
@@ -25,7 +25,7 @@ from runtime.speculate.guesses import Drafter, Guesses
 
 
 class DFlashProposer(Drafter):
-    """``draft``: this rank's share, for the parts' model. ``head``: what it guesses with; by default the model's.
+    """``draft``: this rank's share, for the parts' model. ``head``: its LM head; by default the model's.
 
     ValueError for windows wider than its blocks.
     """

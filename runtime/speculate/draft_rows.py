@@ -1,7 +1,7 @@
-"""Where the guesses of B rows lie: positions, places in paged caches and lengths of tokens behind a row's last one.
+"""Where the drafts of B rows lie: positions, places in paged caches and lengths of tokens after a row's last one.
 
 Knows: what a slot's length means (slot_state.py), which places a proposer may write (proposer.py), and in what order a
-chain of guesses and a block of them ask. Does not know: any proposer. Graph-safe; one launch on CUDA.
+chain of drafts and a block of them ask. Does not know: any proposer. Graph-safe; one launch on CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DraftRows:
     tokens_BQ: Tensor | None = None
 
     def of_guess(self, number: int, token_B: Tensor) -> StepInputs:
-        """What guess ``number`` of a chain, from 0, asks with."""
+        """What draft ``number`` of a chain, from 0, asks with."""
         attention = self._attention(self.entries[number], 1)
         return StepInputs(token_B, self.positions[number], self.kv_slots[number], attention, real_T=self.live_B)
 
@@ -53,7 +53,7 @@ class DraftRows:
 def chain_rows(
     tables: SlotTables, rows_B: Tensor, columns: SlotColumns, count: int, *, block_size: int, positions: int
 ) -> DraftRows:
-    """Of ``count`` guesses of slots ``rows_B`` (int64), whose records are ``columns``. The first asks at position
+    """Of ``count`` drafts of slots ``rows_B`` (int64), whose records are ``columns``. The first asks at position
     length - 2, where its entry is already; it writes none. ``positions``: how many of them a rotation knows; drafts may
     reach past the end of a context.
     """
@@ -78,7 +78,7 @@ def block_rows(
     block_size: int,
     positions: int,
 ) -> DraftRows:
-    """Of blocks of ``width`` tokens: each row's last one, at position length - 1, and mask tokens behind it."""
+    """Of blocks of ``width`` tokens: each row's last one, at position length - 1, and mask tokens after it."""
     if (kernels := kernels_for(rows_B)) is None:
         sizes = {"block_size": block_size, "positions": positions}
         return block_rows_in_torch(tables, rows_B, columns, width, mask_token=mask_token, **sizes)

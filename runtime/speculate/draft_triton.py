@@ -1,4 +1,4 @@
-"""What a drafter does beside its layers, in Triton, one launch each: rows laid out, a token chosen, a state kept, a
+"""What a drafter does outside its layers, in Triton, one launch each: rows laid out, a token chosen, a state kept, a
 round's script drawn.
 
 Knows: the arithmetic of draft_rows.py, likeliest.chosen, newest_state.py and synthetic.py, which hold the torch

@@ -1,7 +1,7 @@
 """The EAGLE-3 proposer: as an MTP layer's, but it reads several layers of the target instead of the final state.
 
 Knows: which state a slot keeps: that of the features at position length - 2. Does not know: the layer's mathematics
-(models/drafters/eagle3.py), what lies in pages and how guesses follow each other (mtp.py), rounds, acceptance.
+(models/drafters/eagle3.py), what lies in pages and how drafts follow each other (mtp.py), rounds, acceptance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runtime.speculate.mtp import ChainProposer
 
 
 class Eagle3Proposer(ChainProposer):
-    """``draft``: this rank's share, for the parts' model. ``head``: what it guesses with; by default the model's."""
+    """``draft``: this rank's share, for the parts' model. ``head``: its LM head; by default the model's."""
 
     name = "eagle3"
     reads_hidden = False

@@ -1,5 +1,5 @@
-"""How a drafter's hidden states become guesses: the likeliest token of each, one drawn from its distribution, or, for
-trees, some of the likeliest.
+"""How a drafter's hidden states become drafts: the most probable of each, one drawn from its distribution, or, for
+trees, some of the most probable.
 
 Knows: these, and what a round hands on of them. Does not know: which drafter there is, how it computes, what is kept.
 """
@@ -26,7 +26,7 @@ class Guesses(Protocol):
     """Those of one round, in order. Graph-safe."""
 
     def take(self, hidden_BQN: Tensor) -> Tensor:
-        """The next Q guesses of each row, int64 [B, Q], from the drafter's final hidden states for them."""
+        """The next Q draft tokens of each row, int64 [B, Q], from the drafter's final hidden states for them."""
         ...
 
     def proposed(self) -> Proposed:
@@ -35,7 +35,7 @@ class Guesses(Protocol):
 
 
 class LikeliestGuesses:
-    """``draft_sample_method`` greedy. Ranks exchange 8 bytes a guess."""
+    """``draft_sample_method`` greedy. Ranks exchange 8 bytes a draft."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -51,8 +51,8 @@ class LikeliestGuesses:
 
 
 class BranchingGuesses:
-    """Those of trees: the ``top_k`` likeliest of each, of which the first goes on. Ranks exchange 8 * (top_k + 1) bytes
-    a guess."""
+    """Those of trees: the ``top_k`` most probable of each; the first continues. Ranks exchange 8 * (top_k + 1) bytes
+    a draft."""
 
     def __init__(self, head: DraftHead, top_k: int) -> None:
         self._head, self._top_k = head, top_k
@@ -73,12 +73,12 @@ class BranchingGuesses:
 
 
 def _side_by_side(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Along the guesses; of a block there is one part, which is not copied."""
+    """Along the drafts; of a block there is one part, which is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class DrawnGuesses:
-    """``draft_sample_method`` probabilistic, for rows with such records. Ranks exchange all logits of a guess."""
+    """``draft_sample_method`` probabilistic, for rows with such records. Ranks exchange all logits of a draft."""
 
     def __init__(self, head: DraftHead, columns: SlotColumns, variant: SamplingVariant) -> None:
         self._head, self._variant = head, variant
@@ -101,8 +101,8 @@ class DrawnGuesses:
 
 
 class Drafter(ABC):
-    """A proposer with weights: which kinds of guesses it gives is said here, how each comes about by a subclass.
-    ``head``: what it guesses with."""
+    """A proposer with weights: which kinds of drafts it gives is said here, how each comes about by a subclass.
+    ``head``: its LM head."""
 
     name: str
     layers: tuple[int, ...] = ()
@@ -111,18 +111,18 @@ class Drafter(ABC):
 
     @abstractmethod
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
-        """As ``propose``, with guesses of that kind: takes ``count`` a row."""
+        """As ``propose``, with drafts of that kind: takes ``count`` a row."""
 
     @abstractmethod
     def observe(self, observed: Observed) -> None:
         """As every proposer."""
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        """The likeliest of each place."""
+        """The most probable of each place."""
         return self.guess(rows_B, columns, count, LikeliestGuesses(self.head))
 
     def candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
-        """As a BranchingProposer. A drafter that reads its guesses goes on with the likeliest, whichever of them a path
+        """As a BranchingProposer. A drafter that reads its drafts continues with the best, whichever of them a path
         takes."""
         guesses = BranchingGuesses(self.head, top_k)
         self.guess(rows_B, columns, count, guesses)
@@ -130,7 +130,7 @@ class Drafter(ABC):
 
 
 class ProbabilisticProposer:
-    """``drafter``, whose guesses are drawn in steps in which some row draws at random."""
+    """``drafter``, whose drafts are sampled in steps in which some row draws at random."""
 
     def __init__(self, device: Device, drafter: Drafter) -> None:
         self._device, self._drafter = device, drafter
@@ -152,5 +152,5 @@ class ProbabilisticProposer:
 
 
 def drawing(make: Callable[[ProposerParts], Drafter]) -> MakeProposer:
-    """What ``make`` makes, with guesses that are drawn."""
+    """What ``make`` makes, with sampled drafts."""
     return lambda parts: ProbabilisticProposer(parts.device, make(parts))

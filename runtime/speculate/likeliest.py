@@ -1,6 +1,6 @@
-"""The tokens that a drafter finds likeliest, the same on every rank, from shares of its vocabulary.
+"""The tokens that a drafter finds most probable, the same on every rank, from shares of its vocabulary.
 
-Knows: that one number a row, rank and token is enough. Does not know: who drafts, what becomes of a guess.
+Knows: that one number a row, rank and token is enough. Does not know: who drafts, what becomes of a draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def likeliest(head: DraftHead, hidden_RN: Tensor) -> Tensor:
 
 
 def best_keys(logits_RV: Tensor, vocab_start: int) -> Tensor:
-    """Keys int64 [R, P] (packed_argmax.py), of which the largest of a row is its likeliest id's, from ``vocab_start``
+    """Keys int64 [R, P] (packed_argmax.py), the largest of a row is that of its best id, from ``vocab_start``
     on: as candidates of a greedy draw."""
     if (kernels := sampling_kernels(logits_RV)) is None:
         score_R, id_R = logits_RV.max(-1)
@@ -51,7 +51,7 @@ def chosen_in_torch(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
 
 
 def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest, at most ``head.size``: int64 [R, count], ids of the target, and their log-probabilities
+    """The ``count`` best, at most ``head.size``: int64 [R, count], ids of the target, and their log-probabilities
     among the draft ids, float32 [R, count], descending; of equal ones that with the lowest draft id first. Graph-safe.
 
     With several ranks one all-gather of 8 * (count + 1) bytes a row and rank.
@@ -68,7 +68,7 @@ def likeliest_few(head: DraftHead, hidden_RN: Tensor, count: int) -> tuple[Tenso
 
 
 def shortlist_in_torch(logits_RV: Tensor, vocab_start: int, count: int) -> Tensor:
-    """int64 [R, count + 1]: keys of the ``count`` likeliest ids, from ``vocab_start`` on, best first, then that of
+    """int64 [R, count + 1]: keys of the ``count`` most probable ids, from ``vocab_start`` on, best first, then that of
     (the logarithm of what all ids' weights sum up to, id 0). Where there are fewer ids, NO_CANDIDATE."""
     rows, vocab = logits_RV.shape
     scores_RV = logits_RV.float()

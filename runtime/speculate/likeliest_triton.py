@@ -1,10 +1,10 @@
-"""The likeliest tokens of a row with their log-probabilities, in Triton: two launches on one rank, four on several.
+"""The most probable tokens of a row with their log-probabilities, in Triton: two launches on one rank, four on several.
 
 Knows: records, and that a row's record can be made of its parts' records, in any grouping. Does not know: drafters,
 what becomes of a candidate. The torch references are in likeliest.py.
 
-    record    int64 [count + 1]: the keys (packed_argmax.py) of some ids' likeliest, best first, NO_CANDIDATE where
-              there are fewer ids, and behind them the key of (the logarithm of all their weights' sum, id 0)
+    record    int64 [count + 1]: the keys (packed_argmax.py) of some ids' most probable, best first, NO_CANDIDATE where
+              there are fewer ids, and after them the key of (the logarithm of all their weights' sum, id 0)
 
 Plain launches, without programmatic dependent launch, as those of draft_triton.py.
 """

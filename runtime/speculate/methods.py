@@ -47,7 +47,7 @@ def check_drafter(
     load_format: str = "safetensors",
 ) -> None:
     """Before anything is loaded: ModelConfigError where the drafter's config.json is not one, or is of another target;
-    SpeculativeConfigError where it cannot guess as many tokens, or not among the ids that it shall, or among fewer than
+    SpeculativeConfigError if it cannot draft as many tokens, or not among the ids that it shall, or among fewer than
     a place of a tree has, or where ``config`` names no drafter and the target's folder holds none. WeightsError where
     it has a tree and its map of draft ids is not one.
     """
@@ -124,7 +124,7 @@ def _folder(config: SpeculativeConfig) -> Path:
 
 
 def _chosen(config: SpeculativeConfig, vocab_size: int) -> TargetIds | None:
-    """The ids that a drafter shall guess among; None where all, or where its folder says."""
+    """The ids that a drafter shall draft from; None where all, or where its folder says."""
     if config.token_map is None:
         return None
     try:
@@ -134,7 +134,7 @@ def _chosen(config: SpeculativeConfig, vocab_size: int) -> TargetIds | None:
 
 
 def _check_top_k(config: SpeculativeConfig, ids: TargetIds | None) -> None:
-    """``ids``: those that the drafter guesses among; None: all the target's, with which runtime/build.py compares."""
+    """``ids``: those that the drafter drafts from; None: all the target's, with which runtime/build.py compares."""
     if ids is not None and config.tree_top_k is not None and config.tree_top_k > len(ids):
         raise SpeculativeConfigError(
             f"--speculative-config: tree_top_k is {config.tree_top_k}, but the drafter guesses among {len(ids)} ids: "

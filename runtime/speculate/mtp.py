@@ -1,4 +1,4 @@
-"""The MTP proposer: a layer beside the target guesses one token after the other, each from its guess before.
+"""The MTP proposer: a layer beyond the target's drafts token after token, each from the one before.
 
 Knows: what it keeps by slot and in pages. Does not know: the layer's mathematics (models/drafters/mtp.py), rounds,
 acceptance.
@@ -6,12 +6,12 @@ acceptance.
     kept by slot     the target's final hidden state at position length - 2
     kept in pages    entry p, of the hidden state at p and of the token at p + 1, for p up to length - 2
 
-    guess 1 asks at position length - 2 with that hidden state and the last token: its entry is there already
-    guess j asks at position length - 3 + j with the layer's own state and guess j - 1, and writes an entry, which the
-            next observation writes again from true states or leaves behind the sequence's end
+    draft 1 asks at position length - 2 with that hidden state and the last token: its entry is there already
+    draft j asks at position length - 3 + j with the layer's own state and draft j - 1, and writes an entry, which the
+            next observation writes again from true states or leaves after the sequence's end
 
-An entry depends on the token behind its own. So the last entry of a block that two sequences share is of the one that
-computed it, whatever follows in the other: that changes which tokens are guessed there, never which are kept. Answers
+An entry depends on the token after its own. So the last entry of a block that two sequences share is of the one that
+computed it, whatever follows in the other: that changes which tokens are drafted there, never which are kept. Answers
 that fork where a block ends share it and write that entry at once: one of them stays.
 """
 
@@ -52,7 +52,7 @@ class ChainDraft(Protocol):
 
 
 class ChainProposer(Drafter):
-    """What guesses one token after the other. ``embed``: of tokens that it reads. A subclass says which states."""
+    """What drafts one token after the other. ``embed``: of tokens that it reads. A subclass says which states."""
 
     name: str
     layers: tuple[int, ...] = ()
@@ -71,10 +71,10 @@ class ChainProposer(Drafter):
 
     @abstractmethod
     def states(self, observed: Observed) -> Tensor:
-        """[T, N]: what the drafter reads of the tokens that were observed, as a tensor of its own or not."""
+        """[T, N]: what the drafter reads of the tokens that were observed, as a new tensor or a view."""
 
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
-        """Each place is behind the token that ``guesses`` goes on with, of the place before: where it has several, one
+        """Each place is after the token that ``guesses`` continues with, of the place before: where it has several, one
         of them, whichever a path takes."""
         how = {"block_size": self._block_size, "positions": len(self._draft.cos_sin_LR)}
         rows = chain_rows(self._tables, rows_B, columns, count, **how)
@@ -95,7 +95,7 @@ class ChainProposer(Drafter):
 
 
 class MTPProposer(ChainProposer):
-    """``draft``: this rank's share of the layer, for the parts' model. ``head``: what it guesses with; by default the
+    """``draft``: this rank's share of the layer, for the parts' model. ``head``: its LM head; by default the
     model's."""
 
     name = "mtp"

@@ -4,8 +4,8 @@ Knows: how the longest run of a sequence's latest tokens is found earlier in it,
 Does not know: who keeps the histories (runtime/execute/slot_state.py), what becomes of a proposal.
 
 Of all runs of ``low`` to ``high`` tokens that end a sequence, the longest that also stands earlier counts, and of its
-places the earliest, as in vLLM. Where fewer than ``count`` tokens stand behind it, those are proposed again and again:
-the sequence repeats itself. Where nothing is found the latest token is proposed: a guess as good as any.
+places the earliest, as in vLLM. Where fewer than ``count`` tokens follow it, those are proposed again and again:
+the sequence repeats itself. Where nothing is found the latest token is proposed: a draft as good as any.
 On CUDA one Triton program a row looks; the torch code is its reference and runs elsewhere.
 """
 
@@ -65,7 +65,7 @@ def look_up_in_torch(history_SL: Tensor, rows_B: Tensor, length_B: Tensor, count
         run_BL += going_BL
     score_BL = torch.where(run_BL >= low, run_BL.to(torch.int64) * positions + (positions - 1 - end_L), 0)
     best_B1 = score_BL.amax(1, keepdim=True)
-    start_B1 = torch.where(best_B1 > 0, positions - best_B1 % positions, last_B1)  # behind the run's end
+    start_B1 = torch.where(best_B1 > 0, positions - best_B1 % positions, last_B1)  # after the run's end
     period_B1 = (last_B1 + 1 - start_B1).clamp(min=1)
     at_BQ = start_B1 + torch.arange(count, device=history_SL.device) % period_B1
     return history_BL.gather(1, at_BQ.clamp(0, positions - 1)).to(torch.int64)

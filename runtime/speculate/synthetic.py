@@ -70,7 +70,7 @@ class ScriptedAcceptance:
 
 
 def kept_by_script(seed_B: Tensor, length_B: Tensor, rates_Q: Tensor) -> Tensor:
-    """int32 [B]: how many guesses a round keeps, by ``rates_Q`` (float32), none larger than the one before it."""
+    """int32 [B]: how many drafts a step keeps, by ``rates_Q`` (float32), none larger than the one before it."""
     if (kernels := kernels_for(seed_B)) is None:
         return kept_in_torch(seed_B, length_B, rates_Q)
     return kernels.script(seed_B, length_B, rates_Q, purpose=int(Purpose.ACCEPT))

@@ -1,10 +1,10 @@
-"""Draft trees (DDTree; arXiv 2604.12989): of a drafter's likeliest tokens at each place, the paths that are likeliest.
+"""Draft trees (DDTree; arXiv 2604.12989): of a drafter's best tokens at each place, the most probable paths.
 
-Knows: how a tree grows, best node first, around the drafter's own guess. Does not know: any drafter, how a tree is
+Knows: how a tree grows, best node first, around the drafter's chain. Does not know: any drafter, how a tree is
 verified (runtime/execute/step/row_step.py), what is kept of it.
 
 A path takes one candidate a place, and weighs the sum of their log-probabilities, as if places were independent of each
-other. The first nodes are the likeliest path whole: a tree never holds less than a
+other. The first nodes are the most probable path whole: a tree never holds less than a
 chain of the same depth. Each of the others is the heaviest path that is not in the tree yet, of those that begin with a
 node of it. A node's children are other tokens, so at most one of them is drawn.
 On CUDA one Triton program a row grows its tree; the torch code is its reference and runs elsewhere.

@@ -45,7 +45,7 @@ class Patience:
 def judge(
     signs: Mapping[int, Sign], now: float, patience: Patience, stopped: Collection[int] = (), far: Collection[int] = ()
 ) -> Verdict | None:
-    """The verdict on the rank that keeps the others, or None while nobody is over its limit or somebody is excused.
+    """The verdict on the rank that keeps the others, or None while no rank is over its limit or one is excused.
 
     A rank that called another collective than the others is to blame at once, and one that has fallen silent as soon
     as its patience is over. A rank stands still for the seconds since its last progress, its own and those since its
@@ -53,7 +53,7 @@ def judge(
     process is stopped, or its interpreter is held), the one at the lowest step, one that does not wait for others, the
     one with the fewest collectives. A rank that works within its limit (it loads, it compiles) excuses those who wait,
     and one that will be over its limit in a moment is waited for: ranks do not come to a stand all at once.
-    ``stopped``: the ranks whose processes the kernel calls stopped. ``far``: those on other nodes, behind a network.
+    ``stopped``: the ranks whose processes the kernel calls stopped. ``far``: those on other nodes, over a network.
     """
     odd = odd_caller(signs)
     if odd is not None:
@@ -100,7 +100,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def gone(rank: int, sign: Sign, far: Collection[int] = ()) -> Verdict:
-    """The verdict on a rank whose process ended without a word. ``far``: ranks on other nodes, behind a network."""
+    """The verdict on a rank whose process ended without a word. ``far``: ranks on other nodes, over a network."""
     beat = sign.heartbeat
     how = ", or the network to its node was cut for long" if rank in far else ""
     text = f"rank {rank} is gone: its process ended without an agreed stop{how}; last seen at step {beat.step} in "
@@ -115,11 +115,11 @@ def weigh(
     ended: Collection[int] = (),
     far: Collection[int] = (),
 ) -> Verdict:
-    """The verdict when ranks reported nothing but consequences, first report first, and no cause was heard in time.
+    """The verdict when ranks reported nothing but consequences, first report first, and no cause arrived in time.
 
     Of what is known besides, in this order: a rank that is among ``ended``, those whose processes are gone; one that
     called another collective than the others, where one broke; one of those on other nodes, ``far``, of which nothing
-    was heard for longer than ``silence``. Ranks that reported have said why they end.
+    was received for longer than ``silence``. Ranks that reported have said why they end.
     """
     wordless = sorted(signs.keys() - {report.rank for report in reports})
     for rank in wordless:
@@ -187,11 +187,11 @@ def standing_still(
 ) -> Verdict:
     """The verdict on a rank that keeps the others, with where everybody is.
 
-    ``far``: ranks on other nodes. Where several of those are not heard of, the first of them is the culprit.
+    ``far``: ranks on other nodes. Where several of those are silent, the first of them is the culprit.
     """
     unheard = [rank for rank in sorted(far) if rank in signs and now - signs[rank].at > silence]
     if culprit in unheard:
-        culprit = unheard[0]  # the first of a node speaks for it: of those behind it nothing can be known
+        culprit = unheard[0]  # the first of a node speaks for it: nothing can be known of the others
     sign = signs[culprit]
     beat = sign.heartbeat
     if culprit in unheard:

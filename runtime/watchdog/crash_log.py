@@ -1,7 +1,7 @@
 """Stacks of a process whose interpreter can no longer write them: a file that C code writes to.
 
 Knows: faulthandler's timer, its handlers of fatal signals and of the one by which others ask. Needs no interpreter lock
-once it is armed. Does not know: who asks, or what else is left behind (crash_report.py).
+once it is armed. Does not know: who asks, or what else is written (crash_report.py).
 """
 
 from __future__ import annotations

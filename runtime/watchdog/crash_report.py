@@ -1,4 +1,4 @@
-"""What a rank leaves behind when the job ends badly: one folder a rank, one summary a job.
+"""What a rank leaves when the job ends badly: one folder a rank, one summary a job.
 
 Knows: file names, and that nothing here may hang or fail for long: the process is about to end.
 Does not know: why it ends (shutdown.py passes the verdict), or what step records look like inside.
@@ -38,7 +38,7 @@ class Evidence:
 
     ``steps``: the last step records, anything msgspec can write (or repr). ``decisions``: the digest's ring.
     ``calls``: the last collectives, as CallLog.snapshot gives them.
-    ``hooks``: name -> function that writes files of its own into the folder, such as NCCL's flight recorder.
+    ``hooks``: name -> function that writes more files into the folder, such as NCCL's flight recorder.
     """
 
     steps: Callable[[], Iterable[object]] = tuple
@@ -112,7 +112,7 @@ def write_summary(directory: Path, rank: int, verdict: Verdict, signs: Mapping[i
     try:
         new.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(new, path)  # whoever sees it may read it
+        os.replace(new, path)  # what is visible is complete
     except OSError as error:
         print(f"lockstride: no summary: {error}", file=sys.stderr)
         return None

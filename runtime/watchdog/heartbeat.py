@@ -78,7 +78,7 @@ class Channel:
         """The process id of a rank that is connected directly and runs on this node; None for others, and when gone."""
         watch = self._watch
         if watch.up is not None and rank == self.leader:
-            return watch.up.process() or None  # 0: of another namespace, where it has a number of its own
+            return watch.up.process() or None  # 0: of another namespace, where it has another number
         return None if watch.down is None else watch.down.process(rank) or None
 
     def remaining(self, seconds: float, wait_for_leader: bool) -> list[int]:
@@ -163,14 +163,14 @@ def is_gone(process: int | None) -> bool:
         return False
     try:
         os.kill(process, 0)
-    except OSError:  # nobody has this number, or somebody else
+    except OSError:  # no process has this number, or another one
         return True
     state, flags = _state_of(process)
     return state in ("Z", "X") or bool(flags & _EXITING)
 
 
 def _state_of(process: int) -> tuple[str, int]:
-    """The state's letter and the flags of its main thread, as the kernel tells them; nothing where it does not."""
+    """The state's letter and the flags of its main thread, as the kernel reports them; nothing where it does not."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[6])

@@ -1,4 +1,4 @@
-"""What a watchdog is told of its job: how long to wait for what, and where to leave things.
+"""What a watchdog is given of its job: how long to wait for what, and where to leave things.
 
 Knows: the times and their defaults. Does not know: what is done when one of them is over (watchdog.py, shutdown.py).
 """
@@ -17,7 +17,7 @@ class WatchdogOptions:
     ``explanation_wait``: how long a report that may be a consequence waits for its cause. ``grace``: what other
     processes get for their last words. ``held``: a C call may hold the interpreter for this long beyond the limit.
 
-    ``bundles``: the job's own folder for what is left behind, removed again when that is nothing. ``parent``: the
+    ``bundles``: the job's own folder for the bundles, removed again when that is nothing. ``parent``: the
     folder that jobs share, removed with the last of them. ``whole_process``: the process is this rank's alone, so that
     its signals are, too (crash_log.py).
     """

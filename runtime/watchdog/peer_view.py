@@ -1,4 +1,4 @@
-"""What one rank has heard of the others, and whom it may judge by that.
+"""What one rank knows of the others, and whom it may judge by that.
 
 Knows: whose signs a leader, a node's leader and a follower go by, when a silent leader is given up, what the kernel
 says of the others' processes.
@@ -30,7 +30,7 @@ class PeerView:
         self._far = frozenset[int]()  # ranks on other nodes
 
     def begin(self, world: int, channel: Channel | None, now: float) -> None:
-        """From now on: nobody has left yet. Who does not speak at all may be gone or stopped, too."""
+        """From now on: no rank has left yet. Who does not speak at all may be gone or stopped, too."""
         self._channel = channel
         followed = range(world) if channel is None or channel.leads else (channel.leader,)
         begins = Sign(Heartbeat(0, 0, "start", 0.0, inf, 0, 0, 0, ()), now)
@@ -69,7 +69,7 @@ class PeerView:
         return gone(rank, self.signs[rank], self._far)
 
     def silent(self, now: float) -> set[int]:
-        """The ranks that have not been heard of for longer than ``patience.silence``."""
+        """The ranks that have been silent for longer than ``patience.silence``."""
         return {rank for rank, sign in self.signs.items() if now - sign.at > self.patience.silence}
 
     def _judge_leader(self, channel: Channel, now: float) -> Verdict | None:

@@ -1,6 +1,6 @@
 """How one rank's engine gets on: where it is, how long it has made no progress there, and how long it may.
 
-Knows: what counts as progress, phases with a patience of their own.
+Knows: what counts as progress, phases with separate limits.
 Does not know: who looks at it and when (watchdog.py), other ranks.
 """
 
@@ -46,7 +46,7 @@ class Progress:
 
     @contextmanager
     def phase(self, place: str, limit: float) -> Iterator[None]:
-        """A part of the program with a patience of its own: ``with watchdog.phase("load", 600): ...``
+        """A part of the program with a separate limit: ``with watchdog.phase("load", 600): ...``
 
         ``phase("idle", math.inf)`` is for a front end that waits for its user.
         """
@@ -60,7 +60,7 @@ class Progress:
             self.place, self.limit = before
 
     def still_for(self, now: float) -> float:
-        """Seconds until ``now``, by time.monotonic, since somebody who looked first saw the latest progress."""
+        """Seconds until ``now``, by time.monotonic, since the first observer saw the latest progress."""
         turns = self._control.turns + self._marks
         if turns != self.turns:
             self.turns, self._since = turns, now

@@ -1,14 +1,14 @@
-"""The watchdog: a thread a rank that tells the others how its engine gets on, and ends the job when one does not.
+"""The watchdog: a thread a rank that reports its engine's progress to the others, and ends the job when one does not.
 
 Knows: when to speak, to listen and to judge, and how long a report waits for a better explanation.
 Does not know: what progress is (progress.py), who is to blame (peer_view.py, blame.py), how frames travel
 (heartbeat.py), what is done before the process leaves (shutdown.py), what the engine does.
 
-    every ``interval``   each rank tells its leader where its engine is and for how long; the leader tells the others
+    every ``interval``   each rank reports where its engine is, and for how long, to its leader, which reports to others
                          that it is there, and judges
     report               a rank whose collective broke, or whom a signal ends, says so. That may follow from another
                          rank's fault: for ``explanation_wait`` seconds a better explanation is waited for
-    verdict              (a rank stands still, its process is gone, or it says that it ends)  the leader tells all; each
+    verdict              (a rank stands still, its process is gone, or says that it ends)  the leader reports it; each
                          rank writes its bundle and leaves with EXIT_CODE; the leader writes the summary, and kills what
                          has not left its own node a moment later
     agreed end           ``stop`` says goodbye, so that a closing connection means nothing
@@ -60,7 +60,7 @@ class Watchdog(Progress):
         self.verdict: Verdict | None = None
         self.rank = control.rank
         self.release: Callable[[], object] | None = None  # once the bundle is written: lets go of what others wait for
-        self.hear_verdict: Callable[[str], object] | None = None  # told why the job ends, before anything is written
+        self.hear_verdict: Callable[[str], object] | None = None  # called with the reason, before anything is written
         self._channel: Channel | None = None
         self._digest = digest
         self._leave = leave
@@ -86,14 +86,14 @@ class Watchdog(Progress):
     def announce_limit(self, wait_s: float = 1.0) -> None:
         """Until the others know the ``limit`` that holds now: a tenth of a second at the end of a long phase.
 
-        From here on this rank may fall silent for good, and the others go by what they heard last.
+        From here on this rank may fall silent for good, and the others go by what they received last.
         """
         until = time.monotonic() + wait_s
         while self._told_limit != self.limit and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(0.005)
 
     def attend(self, digest: RollingDigest, steps: Callable[[], Iterable[object]]) -> None:
-        """From now on there is an engine: what its heartbeats and its bundle tell."""
+        """From now on there is an engine: which its heartbeats and its bundle show."""
         self._digest = lambda: digest.value
         self.evidence.decisions = digest.recent
         self.evidence.steps = steps
@@ -104,7 +104,7 @@ class Watchdog(Progress):
         return Health(ok, still, self.limit, self.step, self.place)
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
-        """The ranks that this one follows and has heard nothing of for longer; from any thread."""
+        """The ranks that this one follows and has received nothing from for longer; from any thread."""
         now = time.monotonic()
         return tuple(sorted(rank for rank, sign in dict(self._outlook.signs).items() if now - sign.at > seconds))
 
@@ -164,7 +164,7 @@ class Watchdog(Progress):
                     self._beat(time.monotonic())
                     self._report(failure)
                 if time.monotonic() >= self._judge_at:
-                    self._listen(0.0)  # who told us to end may have been quicker than what came before it
+                    self._listen(0.0)  # the verdict may have been quicker than what came before it
                     self._end(self._outlook.weigh(self._reports))
         except Exception as error:  # a watchdog that dies unnoticed is worse than none
             self._end(verdict_on(f"its watchdog failed: {error!r}", self.rank, self.step))
@@ -231,13 +231,13 @@ class Watchdog(Progress):
         self._judge_at = min(self._judge_at, time.monotonic() + wait)
 
     def _end(self, verdict: Verdict) -> None:
-        """Tells the others, writes what there is to write, leaves. The first verdict counts."""
+        """Informs the others, writes what there is to write, leaves. The first verdict counts."""
         with self._lock:
             if self.verdict is not None:
                 return
             self.verdict = verdict
         if self.hear_verdict is not None:
-            with suppress(Exception):  # whoever listens must not keep this process
+            with suppress(Exception):  # a listener must not keep this process
                 self.hear_verdict(verdict.text)
         self._last_acts.perform(verdict, self._channel, self.release)
         self._leave(exit_code(verdict))

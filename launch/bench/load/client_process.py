@@ -1,4 +1,4 @@
-"""Clients in processes of their own: one Python process cannot receive all events of a fast server.
+"""Clients in separate processes: one Python process cannot receive all events of a fast server.
 
 Knows: how requests go to such a process and what comes back, and which process gets the next. Does not know: HTTP
 (openai_backend.py), schedules, what is measured.
@@ -80,7 +80,7 @@ class ClientProcesses:
         ours, theirs = socket.socketpair()
         words = [sys.executable, "-m", "launch.bench.load.client_process", str(theirs.fileno())]
         with theirs:
-            process = subprocess.Popen(  # in a group of its own: a terminal's Ctrl-C is for the parent, who ends it
+            process = subprocess.Popen(  # in another process group: a terminal's Ctrl-C is for the parent, who ends it
                 words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
             )
         _send(ours, address)
@@ -100,7 +100,7 @@ class ClientProcesses:
         except OSError:
             with self._lock:
                 left = child.asked.pop(number, None)
-            if left is not None:  # its reader has not told yet
+            if left is not None:  # its reader has not reported yet
                 answer.error = _ENDED
                 done()
 

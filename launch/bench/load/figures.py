@@ -112,7 +112,7 @@ def peaks(journal: Journal) -> dict[str, float | int]:
 
 
 def engine_figures(journal: Journal, idle: float | None = None, window: Window | None = None) -> dict[str, Any]:
-    """What the engine counted: ours, for vLLM's file has no such keys. Empty of a server behind a socket.
+    """What the engine counted: ours, for vLLM's file has no such keys. Empty of a server over a socket.
 
     ``chained``: steps planned while an earlier one was in flight, as a share. ``device_idle``: share of the time in
     which the device ran no step. ``prefix_hit_share``: tokens found in the prefix cache, of those looked up.

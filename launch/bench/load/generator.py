@@ -82,7 +82,7 @@ def generate_load(
         until = started + offsets[len(requests)] if len(requests) < count and not was_full else float("inf")
         fresh = backend.advance(until)
         if fresh:
-            latest = max(latest, *(when for when, _ in fresh))  # several client processes tell in any order
+            latest = max(latest, *(when for when, _ in fresh))  # several client processes report in any order
             free_since = latest if was_full else free_since
             ended += len(fresh)
             on_end(ended)

@@ -85,7 +85,7 @@ class Sample:
 class Journal:
     """A run, from the moment before the first request was sent until the last had ended.
 
-    ``samples``: about every 0.1 s, the first at the start and the last at the end; none of a server behind a socket.
+    ``samples``: about every 0.1 s, the first at the start and the last at the end; none of a server over a socket.
     ``before``, ``after``: everything that the engine counts, around the run. ``decode_steps``: those in which a request
     with a token gained another.
     """

@@ -34,7 +34,7 @@ class Load:
         return len(self.offsets)
 
     def run(self, number: int) -> Sequence[PromptRequest]:
-        """The requests of a run. Where they are drawn, those of every run have token ids of their own, so that none is
+        """The requests of a run. Where they are drawn, those of every run have other token ids, so that none is
         in a prefix cache because of an earlier run; the first run of all has the dataset's."""
         return self.dataset.with_other_ids(self.first_turn + number) if self.dataset.drawn else self.dataset.requests
 

@@ -4,7 +4,7 @@ Knows: the completions endpoint, server-sent events, connections that are kept. 
 which server it is. Prompts are sent as token ids, so that every server gets the same ones; ``ignore_eos`` is sent for
 requests that have it, which vLLM and SGLang understand.
 
-An event loop in a thread of its own sends and reads; a chunk's time is taken when its bytes were read.
+An event loop in another thread sends and reads; a chunk's time is taken when its bytes were read.
 """
 
 from __future__ import annotations

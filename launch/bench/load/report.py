@@ -58,7 +58,7 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 
 
 def report(label: str, figures: Mapping[str, Any], journal: Journal) -> str:
-    """One run: each figure of the whole run and, beside it, of its steady window."""
+    """One run: each figure of the whole run and of its steady window."""
     steady, engine = figures["steady"], figures["engine"]
     window = "" if steady["refused"] else f"steady: {steady['begin_s']:.1f} to {steady['end_s']:.1f} s"
     lines = [f"{label:<28}{'whole run':>14}  {window or 'no steady window: ' + steady['refused']}"]

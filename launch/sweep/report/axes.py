@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which most colour-blind people tell apart, without their yellow.
+# Okabe and Ito's colours, which most colour-blind people distinguish, without their yellow.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
@@ -59,12 +59,12 @@ def by_panel(rows: Sequence[Row], draw: Callable[[Axes, list[Row]], None]) -> Fi
         draw(axes, panel)
         axes.set_title(title)
     shown = {label: handle for axes in figure.axes for handle, label in zip(*_legend_of(axes), strict=True)}
-    figure.legend(list(shown.values()), list(shown), loc="outside right center")  # beside all panels: it hides no line
+    figure.legend(list(shown.values()), list(shown), loc="outside right center")  # right of all panels, hiding no line
     return figure
 
 
 def grid(figure: Figure, count: int, columns: int) -> list[Axes]:
-    """``count`` panels, ``columns`` beside each other; the last line may be shorter."""
+    """``count`` panels, ``columns`` side by side; the last line may be shorter."""
     every = list(figure.subplots(-(-count // columns), columns, squeeze=False).flatten())
     for axes in every[count:]:
         axes.remove()
@@ -78,7 +78,7 @@ def _legend_of(axes: Axes) -> tuple[list[Any], list[Any]]:
 
 
 def figure_of_panels(columns: int, lines: int) -> Figure:
-    """Empty, as large as ``columns`` panels beside and ``lines`` below each other take; never less than two wide."""
+    """Empty, as large as ``columns`` panels side by side and ``lines`` below each other take; at least two wide."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_PANEL[0] * max(2, columns), _PANEL[1] * lines), layout="constrained")

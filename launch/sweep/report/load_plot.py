@@ -121,7 +121,7 @@ def _smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def curve_figure(series: Mapping[str, Sequence[ServePoint]], title: str) -> Figure:
-    """TTFT, ITL and E2EL against output tokens/s, beside each other."""
+    """TTFT, ITL and E2EL against output tokens/s, side by side."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -135,7 +135,7 @@ def curve_figure(series: Mapping[str, Sequence[ServePoint]], title: str) -> Figu
 def draw_curve(axes: Axes, series: Mapping[str, Sequence[ServePoint]], metric: str, legend: bool = True) -> None:
     """One metric against output tokens/s: p50 as a line, p99 dashed, a point a rate or concurrency.
 
-    ``series``: label -> points; ``metric``: ttft, tpot, itl or e2el. ``legend``: beside the panel.
+    ``series``: label -> points; ``metric``: ttft, tpot, itl or e2el. ``legend``: next to the panel.
     """
     for number, (label, points) in enumerate(series.items()):
         look = look_of(number)

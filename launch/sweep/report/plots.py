@@ -58,7 +58,7 @@ class Missing:
 
 
 def draw_all(rows: Sequence[Row]) -> list[Picture | Missing]:
-    """Every picture, in the report's order; those of `bench serve` and the others where there are points of their own.
+    """Every picture, in the report's order; those of `bench serve` and the others where there are such points.
 
     Raises SweepError without matplotlib.
     """

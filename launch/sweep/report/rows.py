@@ -31,7 +31,7 @@ FORMAT = 1
 class Row(Measured):
     """One batch of one point, as launch/bench/point.py measures it.
 
-    ``key``: of the point. ``settings``: those of the point that are no field of their own. ``tpot_percentiles``: over
+    ``key``: of the point. ``settings``: those of the point that are no separate field. ``tpot_percentiles``: over
     requests, in milliseconds, by percent; medians over runs. ``serve``: all of it, of a point of `bench serve`.
     """
 
@@ -132,7 +132,7 @@ def report_of(ledger: Ledger) -> Report:
 
 
 def _with_models_apart(rows: Sequence[tuple[Point, Row]]) -> list[Row]:
-    """Rows call a model by its last folder; where two share that, each gets as many before it as tell them apart."""
+    """Rows call a model by its last folder; where two share that, each gets as many before it as distinguish them."""
     found: dict[str, set[str]] = {}
     for point, row in rows:
         found.setdefault(row.model, set()).add(str(point.settings.get("model", row.model)))

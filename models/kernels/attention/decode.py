@@ -5,7 +5,7 @@ Knows: flash-decoding over the NHD pages [2, pages, S, K, D] for query_len causa
 decode_list.py is faster (decode_choice.py).
 
 A program is (row, kv head, split), and there are as many splits as the longest row could need. Splits divide the row's
-*live* length, which is read on the device, so the same captured launch balances any length; programs behind a row's
+*live* length, which is read on the device, so the same captured launch balances any length; programs after a row's
 last split leave at once. That is fastest for a few rows; for many it would be too many programs.
 """
 

@@ -214,7 +214,7 @@ class DecodeChoice:
         return floats <= self.room and counters <= COUNTERS
 
     def merges_apart(self, pairs: int, query_rows: int, head_dim: int) -> bool:
-        """Whether splits of these rows are merged by a launch of its own; asked where each split is a program."""
+        """Whether splits of these rows are merged by another launch; asked where each split is a program."""
         return _merged_apart(pairs, power_of_two_from(query_rows), head_dim)
 
 
@@ -278,7 +278,7 @@ def _few_windows(pairs: int, query_rows: int, head_dim: int) -> bool:
 
 
 def _merged_apart(pairs: int, query_rows: int, head_dim: int) -> bool:
-    """Whether their splits are merged by a launch of its own, since one program of a pair would take longer."""
+    """Whether their splits are merged by another launch, since one program of a pair would take longer."""
     tall = query_rows * padded_dim(head_dim) >= 32 * 128
     return tall and pairs <= _FEW_PAIRS and _few_windows(pairs, query_rows, head_dim)
 
@@ -355,6 +355,6 @@ def _attention_blocks(
 def _attention_shared(block_n: int, stages: int, query_rows: int, row_bytes: int) -> int:
     """An estimate of a program's shared memory in bytes; what Triton 3.6 compiles has up to 6 KiB more.
 
-    Keys and values of a block are buffered (stages - 1) / 2 times, beside about three tiles of query rows.
+    Keys and values of a block are buffered (stages - 1) / 2 times, besides about three tiles of query rows.
     """
     return row_bytes * (block_n * (stages - 1) + 3 * query_rows)

@@ -7,7 +7,7 @@ A row with one split is written at once. Of a row with more, the last program to
 them in split order; where there are several groups, the last program to finish one merges the groups in their order.
 So no program reads more than FAN partial results twice, and bits do not depend on which program is last.
 
-With APART nobody merges: ``merge_splits`` does in a launch of its own, in which a few query rows are a program. One
+With APART no program merges: ``merge_splits`` does in another launch, in which a few query rows are a program. One
 program that merges many query rows of many splits takes longer than that launch.
 """
 

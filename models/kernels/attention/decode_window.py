@@ -7,7 +7,7 @@ the tensor memory accelerator (TMA), the newest ones by pointers. Does not know:
 Every query sees every key before the window, so whole blocks of those need no mask and no bound. A block's page is
 asked for one block ahead, and as many blocks as there are stages, but one, are in flight; by pointers Triton keeps half
 as many, for an address that is itself loaded takes a stage. Keys from the window on are masked, by position or by tree,
-and those that nobody wrote are zeroed, which TMA would not do.
+and unwritten ones are zeroed, which TMA would not do.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -3,11 +3,11 @@
 Knows: how a row is divided (by its bucket and its own length, nothing else), and in which order splits are begun.
 Does not know: keys or queries; which program takes which split (decode_list.py).
 
-A captured launch has a fixed number of programs, but rows of any length. If each row had programs of its own, the
+A captured launch has a fixed number of programs, but rows of any length. If each row had its programs, the
 longest row of a step would decide how long attention takes. So a small kernel writes a list of all splits of all rows,
 those with the most keys first, and the programs of attention take them in this order. Where a split begins and ends
 does not depend on the other rows, nor does the order in which splits are merged: the list decides only who computes a
-split and when, so a row's result has the same bits whatever is beside it.
+split and when, so a row's result has the same bits whatever else is in the step.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -53,7 +53,7 @@ class DecodeWork:
     """``DecodeAttention.work`` of NvidiaOps: a step's list, for all its layers.
 
     units_U4 int32: [0, 0] is the number of splits n. Units 1 to n: row, its length, split + (the row's splits << 16),
-    keys a split. What lies behind them is undefined.
+    keys a split. What follows them is undefined.
     """
 
     units_U4: Tensor

@@ -1,4 +1,4 @@
-"""The background build of FlashInfer's module: runs ninja in a process of its own that ends with its parent.
+"""The background build of FlashInfer's module: runs ninja in a process that ends with its parent.
 
     python flashinfer_build_process.py PARENT LOCK FOLDER WANTED NINJA_FILE
 

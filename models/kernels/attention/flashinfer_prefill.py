@@ -40,7 +40,7 @@ def load_module(backend: str, dtype: torch.dtype, head_dim: int) -> None:
 
 
 class PagedPrefill:
-    """Packed causal prefill by FlashInfer's ``backend``: fa3 on sm_90, fa2 elsewhere. ``depth``: steps in flight beside
+    """Causal prefill by FlashInfer's ``backend``: fa3 on sm_90, fa2 elsewhere. ``depth``: steps in flight besides
     the one that lands next.
 
     Takes 256 MiB, and 8 MiB for each place of the ring.
@@ -165,7 +165,7 @@ class RepeatedPaged:
 
     @property
     def table(self) -> PlanTable | None:
-        """None: FlashInfer's planner fills memory of its own, and copies it."""
+        """None: FlashInfer's planner fills its own memory, and copies it."""
         return None
 
     def plan(self, query_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], first_token: int = 0) -> None:

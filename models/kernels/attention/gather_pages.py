@@ -1,4 +1,4 @@
-"""Keys and values of some rows, copied out of their pages to lie one behind the other: one Triton launch a layer.
+"""Keys and values of some rows, copied out of their pages into one contiguous run: one Triton launch a layer.
 
 Knows: which tiles of keys are copied where, when that pays, and how a captured launch reads it anew before each replay.
 Does not know: who attends to them (flashinfer_prefill.py).
@@ -24,7 +24,7 @@ from models.kernels.pinned_ring import PinnedRing, event_of, ring_places
 
 # Batch-invariant: it copies
 TILE = 128  # keys; a multiple of what any attention kernel loads at once
-# Tokens of a launch that holds copies, and attention over pages beside: without work either takes some 4 us, which is
+# Tokens of a launch that holds copies, and attention over pages besides: without work either takes some 4 us, which is
 # 0.3% of a layer of an 8B model with so many tokens.
 LEAST_TOKENS = 2048
 # Query heads of a kv head times the tokens that attend to a key, so that its copy costs less than half of what it
@@ -67,7 +67,7 @@ def _gather_kernel(
 class GatheredPages:
     """Room for keys and values of some rows of ``page_table_BP``, and the table of what is copied there.
 
-    ``room``: bytes on the device; nobody else may write them between ``copy`` and attention. ``kv_layer`` [2, pages,
+    ``room``: bytes on the device; nothing else may write them between ``copy`` and attention. ``kv_layer`` [2, pages,
     page, kv_heads, head_dim] stands for every layer. ``group``: query heads of a kv head. ``depth``: see PinnedRing.
     """
 

@@ -80,7 +80,7 @@ def _chunk(
         else:
             pages = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
             where = (pages * PAGE + position % PAGE)[:, None] * (K * D) + dims[None, :]
-        mask = there[:, None]  # memory behind the last key is uninitialised, maybe NaN
+        mask = there[:, None]  # memory after the last key is uninitialised, maybe NaN
         if D != BLOCK_D:
             mask = mask & (dims < D)[None, :]
         k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
@@ -159,7 +159,7 @@ def _write(out_ptr, acc, total, query, head, count, H, ROWS: tl.constexpr, D: tl
 
 @triton.jit
 def _load_queries(q_ptr, count, H, PACK: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile [BLOCK_M, BLOCK_D]: PACK heads of each of ``count`` tokens, zeros behind them."""
+    """A tile [BLOCK_M, BLOCK_D]: PACK heads of each of ``count`` tokens, zeros after them."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = rows // PACK
     where = (query * H + rows % PACK)[:, None] * D + dims[None, :]
@@ -247,7 +247,7 @@ def _invariant_decode_kernel(
         seen = tl.load(seen_ptr + row)
         row = row // NODES
     length = tl.load(lengths_ptr + row)
-    if NODES:  # from here on a decode step behind the path down to the node
+    if NODES:  # from here on a decode step after the path down to the node
         root = length - NODES
         length = root + 1
         for node in range(1, NODES):
@@ -404,7 +404,7 @@ def decode_attention(
     _, _, page, kv_heads, _ = kv_layer.shape
     rows, query_len = inputs.kv_lengths_B.shape[0], inputs.query_len
     nodes = 0
-    if inputs.tree_BQ is not None:  # each node has keys of its own, and so is a row
+    if inputs.tree_BQ is not None:  # each node has its keys, and so is a row
         nodes, rows, query_len = query_len, rows * query_len, 1
     blocks = blocks_for(q_THD.dtype, head_dim)
     pack = heads_of_a_tile(heads // kv_heads, blocks.m)

@@ -134,7 +134,7 @@ def _attend(
             pages = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
             where = (pages * PAGE + position % PAGE)[:, None] * (K * D) + dims[None, :]
             key_ptrs, value_ptrs = keys_ptr + where, values_ptr + where
-        if MASKED:  # memory behind the last key is uninitialised, maybe NaN
+        if MASKED:  # memory after the last key is uninitialised, maybe NaN
             mask = there[:, None] & (dims < D)[None, :]
             k = tl.load(key_ptrs, mask=mask, other=0.0)
             v = tl.load(value_ptrs, mask=mask, other=0.0)

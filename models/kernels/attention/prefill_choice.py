@@ -35,7 +35,7 @@ _TILE = 128  # tokens of a program of fa3, measured on an H200 with as many feat
 class Prefill:
     """The prefill attention of one device. Call ``prepare``, then ``agree``, before the first plan.
 
-    ``depth``: steps in flight beside the one that lands next, for which FlashInfer's rings of plans have places.
+    ``depth``: steps in flight besides the one that lands next, for which FlashInfer's rings of plans have places.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ def seen_in_tree(nodes, keys, length, QUERY_LEN: tl.constexpr):
 
 @triton.jit
 def depth_in_tree(nodes, QUERY_LEN: tl.constexpr):
-    """int32 of each query row: how far its node is behind the root."""
+    """int32 of each query row: the depth of its node below the root."""
     depth = nodes & 0
     for node in tl.static_range(QUERY_LEN - 1):
         depth += (nodes >> node) & 1

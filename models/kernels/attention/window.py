@@ -26,7 +26,7 @@ def window_attention(q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, s
     pages_BL = inputs.page_table_BP.to(torch.int64).gather(1, key_BL.clamp(min=0) // page_size)
     slots_BL = pages_BL * page_size + key_BL.clamp(min=0) % page_size
     keys_values = bits_of(kv_layer).flatten(1, 2)[:, slots_BL].view(kv_layer.dtype).float()  # [2, B, L, K, D]
-    # Memory that nobody wrote may be NaN, which a weight of 0 would not mask.
+    # Unwritten memory may be NaN, which a weight of 0 would not mask.
     keys_values = keys_values.where(real_BL[:, :, None, None], 0)
     away_BWL = lengths_B1[:, :, None] - new + torch.arange(new, device=device)[:, None] - key_BL[:, None]
     seen_BWL = real_BL[:, None] & (away_BWL < window) & (away_BWL >= (0 if inputs.causal else 1 - window))

@@ -27,7 +27,7 @@ _MOST_WHOLE = 16  # tokens of a row that one program takes
 
 @triton.jit
 def row_bounds(ends_ptr, kept_ptr, row, EACH: tl.constexpr, RAGGED: tl.constexpr, KEPT: tl.constexpr):
-    """(first token, behind the last token) of a row; of those that are kept only where KEPT."""
+    """(first token, one past the last token) of a row; of those that are kept only where KEPT."""
     if RAGGED:
         start = tl.load(ends_ptr + row - 1, mask=row > 0, other=0).to(tl.int32)
         end = tl.load(ends_ptr + row).to(tl.int32)

@@ -2,7 +2,7 @@
 
 Knows: the chunked form, and how a program finds its chunk from the rows' ends on the device, so that launches can be
 captured: grids follow from the number of tokens and rows of a step, never from lengths. Does not know: short rows
-(delta_step.py), the convolution, or the norm behind (gates.py).
+(delta_step.py), the convolution, or the norm after it (gates.py).
 
 With G_i the sum of log decays up to token i of a chunk, q and k of norm 1:
 
@@ -110,7 +110,7 @@ def _prepare_kernel(
         a = tl.load(a_ptr + gate, mask=inside, other=0.0).to(tl.float32)
         beta = tl.sigmoid(tl.load(b_ptr + gate, mask=inside, other=0.0).to(tl.float32))
         G = tl.cumsum(tl.where(inside, -tl.exp(decay_log) * softplus(a + decay_bias), 0.0), 0)
-        last = tl.min(G, 0)  # G falls, and stays behind the last token
+        last = tl.min(G, 0)  # G falls, and stays after the last token
         q = _rows(qkv_ptr + (head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
         k = _rows(qkv_ptr + (k_heads + head // GROUP) * K, tokens, inside, qkv_stride, ks, ks < K)
         on_q, on_k = _inverse_norms(q) * scale, _inverse_norms(k)
@@ -144,7 +144,7 @@ def _prepare_kernel(
         column: tl.constexpr = width // 2
         inverted = ()
         for row in tl.static_range(16):
-            # Rows behind the last token are garbage, of which nothing is kept.
+            # Rows after the last token are garbage, of which nothing is kept.
             line = pieces_ptr + (tl.minimum(heads + row, end - 1).to(tl.int64) * HV + head) * width + column
             found = -tl.load(line[:, None] + r[None, :])
             for before in tl.static_range(row):

@@ -1,6 +1,6 @@
 """The gated delta rule token by token in Triton, in two kernels.
 
-Knows: the recurrence, and for steps of one token a row the convolution in front of it and the gated norm behind it.
+Knows: the recurrence, and for steps of one token a row the convolution in front of it and the gated norm after it.
 Does not know: long rows, which chunks serve (delta_chunk.py), or projections.
 
 `_steps_kernel`: some tokens of a row; a program keeps a slice of a head's state in registers. `_conv_step_kernel`: one
@@ -8,7 +8,7 @@ token of every row, a whole head a program, because the norm is over a head. The
 several slices ahead of the one that is computed.
 
 The state is read from the pool by slot and written back once, whatever the number of tokens, so a token's bits do not
-depend on how its prompt was cut. Rows of slot 0 are nobody's: what they write there nobody reads.
+depend on how its prompt was cut. Rows of slot 0 are unused: what they write there is not read.
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
@@ -138,7 +138,7 @@ def _steps_kernel(
     EACH: tl.constexpr, RAGGED: tl.constexpr,
     KEPT: tl.constexpr,  # only so many of a row's tokens count
     PATH: tl.constexpr,  # nodes of a path that they are; 0: the first tokens
-    STORE: tl.constexpr,  # the state behind them
+    STORE: tl.constexpr,  # the state after them
     OUT: tl.constexpr,  # what q reads of it
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ def _steps_kernel(
 
 
 def one_token_a_row(rows: StateRows, tokens: int) -> bool:
-    """Whether every row has one new token, which its state takes in."""
+    """Whether every row has one new token, which updates its state."""
     return rows.ends_B is None and tokens == len(rows.slots_B) and not rows.frozen and rows.kept_B is None
 
 

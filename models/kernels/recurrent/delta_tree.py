@@ -1,9 +1,9 @@
 """The gated delta rule over draft trees in Triton: every node's result, state left as it is.
 
 Knows: the recurrence along the branches of a tree, in products of matrices. Does not know: what is kept of a tree,
-which goes token by token along its path (delta_step.py); the convolution (conv.py), or the norm behind (gates.py).
+which goes token by token along its path (delta_step.py); the convolution (conv.py), or the norm after it (gates.py).
 
-No state behind a node is ever made. With G_i the sum of log decays from the root down to node i, and sums over proper
+No state after a node is ever made. With G_i the sum of log decays from the root down to node i, and sums over proper
 ancestors j of it:
 
     d_i = beta_i (v_i - e^(G_i) S k_i - sum of e^(G_i - G_j) (k_i.k_j) d_j)         parents before children

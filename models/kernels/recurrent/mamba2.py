@@ -14,7 +14,7 @@ size, C = X + 2 * G * M channels of the convolution, J its taps, Z = X + C + H c
     y            = state C + D x
     out          = rms_norm(y silu(z)) weight                     over each of ``norm_groups`` equal parts
 
-Nobody's values reach another row: what is masked is chosen, never multiplied by zero.
+No value of one row reaches another: what is masked is chosen, never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mamba2Weights:
 
 
 def scan(xbc_TC: Tensor, dt_TH: Tensor, weights: Mamba2Weights, bank_SHPM: Tensor, rows: StateRows) -> Tensor:
-    """y [T, X] in the bank's dtype, of convolved inputs; ``bank_SHPM`` takes in every row's tokens.
+    """y [T, X] in the bank's dtype, of convolved inputs; every row's tokens update ``bank_SHPM``.
 
     Where rows have different numbers of tokens, the most that any has is read on the host: this is for CPUs, whose
     graphs are host code, and for what a GPU launches eagerly.

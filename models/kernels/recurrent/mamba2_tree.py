@@ -101,7 +101,7 @@ def _mamba2_tree_kernel(
 def scan_tree(
     projected_TZ: Tensor, xbc_TC: Tensor, weights: Mamba2Weights, state_SHPM: Tensor, rows: StateRows, pdl: bool
 ) -> Tensor:
-    """Ops.mamba2 behind its convolution, whose result is ``xbc_TC``, for ``rows`` with a tree and ``frozen``.
+    """Ops.mamba2 after its convolution, whose result is ``xbc_TC``, for ``rows`` with a tree and ``frozen``.
 
     ValueError for others.
     """

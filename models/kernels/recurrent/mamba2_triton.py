@@ -5,7 +5,7 @@ tokens (Ops.causal_conv), projections, or which rows there are: slots, lengths a
 Shape letters as in mamba2.py, Q tokens of a chunk.
 
 One token: a program has some channels of one head. It convolves its x and its group's B and C itself, advances its part
-of the state and gates the result. The window is a ring by position, so the tap that a step writes is one that nobody
+of the state and gates the result. The window is a ring by position, so a step writes a tap that no program
 reads in it: the programs of the first head of a group write that of B and C.
 
 Many tokens (the chunked form of the paper's section 6): within a chunk of Q tokens a masked matrix of scores C B^T, and
@@ -280,7 +280,7 @@ def scan(
     one_by_one: int | None = None,
     each: int | None = None,
 ) -> Tensor:
-    """Ops.mamba2 behind its convolution, whose result is ``xbc_TC``, for rows of any length.
+    """Ops.mamba2 after its convolution, whose result is ``xbc_TC``, for rows of any length.
 
     ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. By default no window is, whose
     tokens are few and shall be those of single steps. ``each``: row i's tokens, and its path, are counted from token

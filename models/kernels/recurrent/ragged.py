@@ -86,7 +86,7 @@ def token_rows(rows: StateRows, tokens: int) -> TokenRows:
 
 
 class NodeStates:
-    """The states behind the nodes of trees, one node of every row after the other: each goes on from its parent's."""
+    """The states after the nodes of trees, one node of every row after the other: each continues its parent's."""
 
     def __init__(self, rows: StateRows, first: Tensor) -> None:
         """``first`` [B, ...]: the state before the root."""
@@ -97,7 +97,7 @@ class NodeStates:
         self._row_B = torch.arange(len(first), device=first.device)
 
     def before(self, node: int) -> Tensor:
-        """The state that node number ``node`` of each row takes in, [B, ...]; those before it are set."""
+        """The state that node number ``node`` of each row starts from, [B, ...]; those before it are set."""
         return self._first if node == 0 else self._behind[self._parents_BN[:, node], self._row_B]
 
     def set(self, node: int, behind: Tensor) -> None:

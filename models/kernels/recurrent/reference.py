@@ -3,7 +3,7 @@
 Knows: the arithmetic, in float32 (float64 where activations are). Does not know: speed.
 Shape letters as in models/inputs.py; S slots, C channels, J taps of a convolution.
 
-Rows that are not live share the null slot, whose contents belong to nobody. What belongs to nobody may be NaN: it is
+Rows that are not live share the null slot, whose contents mean nothing. They may be NaN: it is
 left out by selection, never by a product with zero.
 """
 
@@ -66,7 +66,7 @@ def gated_delta(
     decay_TH11 = (-rule.decay_log_H.to(wide).exp() * F.softplus(a_TH.to(wide) + rule.decay_bias_H.to(wide))).exp()
     decay_TH11 = decay_TH11[:, :, None, None]
     most = int(where.lengths_B.max()) if device.type == "cpu" else where.most
-    out_THV = torch.full((tokens + 1, *v_THV.shape[1:]), float("nan"), dtype=wide, device=device)  # one for nobody
+    out_THV = torch.full((tokens + 1, *v_THV.shape[1:]), float("nan"), dtype=wide, device=device)  # one to drop
     now_BHVK = state_SHVK[where.slots_B]
     tree = NodeStates(rows, now_BHVK) if rows.tree is not None and rows.frozen else None
     for step in range(most):

@@ -3,7 +3,7 @@
 Knows: the bits of StateTree (models/inputs.py). Does not know: what is masked.
 
 A tree's recurrence is verified in products of matrices, as a chunk of a prompt is, with "ancestor or itself" in the
-place of "not later". Where a chunk multiplies by zero, a tree must not: a guess whose values are not finite is the
+place of "not later". Where a chunk multiplies by zero, a tree must not: a draft whose values are not finite is the
 business of its descendants alone. So such a node's operands are zeroed first, and its descendants' results are NaN.
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def seen_nodes(seen_ptr, row, NODES: tl.constexpr, BLOCK: tl.constexpr):
-    """bool [BLOCK, BLOCK]: whether the second is the first one's ancestor or itself; nobody behind the last node."""
+    """bool [BLOCK, BLOCK]: whether the second is the first one's ancestor or itself; none after the last node."""
     node = tl.arange(0, BLOCK)
     inside = node < NODES
     seen = tl.load(seen_ptr + row.to(tl.int64) * NODES + node, mask=inside, other=0)

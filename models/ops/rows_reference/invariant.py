@@ -4,7 +4,7 @@ Knows: how the reference is called so that no result depends on who shares a ste
 a pass over the weights for each token.
 
 A library picks another order of additions for another number of rows, and a vectorised loop treats its last elements in
-another way. Where each token has calls of its own, of shapes that its own position decides, over memory of the same
+another way. Where each token has separate calls, of shapes that its own position decides, over memory of the same
 alignment, its bits are a function of what it is and nothing else.
 """
 
@@ -32,7 +32,7 @@ from parallel.layers.weight import Weight
 
 
 def one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``call`` of each row [1, ...] of x, copied to memory of its own, where every row has the same alignment."""
+    """``call`` of each row [1, ...] of x, copied to separate memory, where every row has the same alignment."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     for row in range(x.shape[0]):
         out[row : row + 1] = call(x[row : row + 1].clone(memory_format=torch.contiguous_format))
@@ -100,7 +100,7 @@ def decode_attention(
 def _attend_along_paths(
     q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor, kind: AttentionKind
 ) -> Tensor:
-    """Each node as a decode step whose keys are those of its path, in pages of their own."""
+    """Each node as a decode step whose keys are those of its path, in separate pages."""
     assert inputs.tree_BQ is not None
     new, size = inputs.query_len, kv_layer.shape[2]
     path_BNN, length_BN = (x.tolist() for x in nodes_of_paths(inputs.tree_BQ))

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.cache_layout import CacheLayout, CacheView
 from models.kv_group import bits_of
 
-_TRASH = 0  # an entry of the trash block, which nobody reads
+_TRASH = 0  # an entry of the trash block, which is never read
 
 
 class _MoveKernel(Protocol):
@@ -50,7 +50,7 @@ class EntryMover:
         groups if there are several. Graph-safe.
 
         Both int64, page * S + offset; count_B int32. All of a row is read before any of it is written; rows share no
-        entry. What the others name is neither read nor written: a row that moves nothing may name anybody's.
+        entry. What the others name is neither read nor written: a row that moves nothing may name any entry.
         """
         several = sources_BW.dim() > 2
         for number, mover in self._movers:

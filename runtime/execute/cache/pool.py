@@ -8,7 +8,7 @@ a slot (runtime/schedule), how many fit (sizing.py), or what a layer does with i
     SlotState    a kind: [layers, 1 + slots + snapshots, *shape] a name
                                                              the null slot: rows that are not live share it
 
-Snapshots of state are further rows of the same banks, behind those of slots: no step of a model knows them, and a state
+Snapshots of state are further rows of the same banks, after those of slots: no step of a model knows them, and a state
 that is kept, restored or forked is a row that is copied to another one.
 """
 
@@ -26,7 +26,7 @@ from runtime.execute.device.protocol import Device
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Free the memory of ``tensors``, although somebody may still hold them. Nothing reads them from now on."""
+    """Free the memory of ``tensors``, even if references to them remain. Nothing reads them from now on."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.resizable():

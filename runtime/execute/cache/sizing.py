@@ -34,7 +34,7 @@ class WindowDemand(NamedTuple):
 
     @classmethod
     def of(cls, window: int, limits: StepLimits) -> Self:
-        """Every slot has its window; beside them a step's prefill chunks."""
+        """Every slot has its window, plus a step's prefill chunks."""
         least = limits.window_blocks(window)
         return cls(window, least, limits.slots * least + -(-limits.max_prefill_tokens // limits.block_size))
 
@@ -207,7 +207,7 @@ def size_cache(
 
 
 def snapshots_that_fit(left: int, shape: CacheShape, rows: int, blocks: int) -> int:
-    """How many snapshots of state to keep where nobody says it; ``shape`` has some.
+    """How many snapshots of state to keep by default; ``shape`` has some.
 
     A share of the ``left`` bytes that slots leave for caches, as far as ``blocks`` and the trash block leave it:
     those that were asked for, or that one request of the longest length needs.

@@ -1,1 +1,1 @@
-"""Streams, events, graphs and memory behind one protocol: CUDA, and a CPU twin with the same order."""
+"""Streams, events, graphs and memory under one protocol: CUDA, and a CPU twin with the same order."""

@@ -27,7 +27,7 @@ _worker = _Worker()
 
 
 class TwinFailure:
-    """The first failure of any worker, kept until every caller has heard of it: each ``check`` raises it."""
+    """The first failure of any worker, kept until every caller has seen it: each ``check`` raises it."""
 
     def __init__(self) -> None:
         self.raised = False

@@ -23,7 +23,7 @@ from runtime.schedule.request import FinishReason
 class Acceptance(NamedTuple):
     """``tokens_BW`` int64: the draws; a row gains its first ``count_B`` (int32, 0..W). ``finish_B`` int32: a
     FinishReason value, of the last token gained or of the error that came instead of one. ``nodes_BW`` int64: where
-    tokens are the nodes of a tree, those behind which they were drawn."""
+    tokens are the nodes of a tree after which they were sampled."""
 
     tokens_BW: Tensor
     count_B: Tensor
@@ -72,7 +72,7 @@ def accept_path(
 ) -> tuple[Acceptance, Sequence[Tensor]]:
     """``accept`` of B * N rows whose tokens are trees, along the path that was drawn, and what is ``reported`` of it.
 
-    A node saw its ancestors, so its draw counts if they are what was drawn behind theirs. ``width``: most tokens of a
+    A node saw its ancestors, so its draw counts if they are what was drawn after theirs. ``width``: most tokens of a
     path. ``scripted_B``: the first child of each node in place of the one that was drawn, as far down as there are any.
     """
     rows, nodes = tokens_BN.shape

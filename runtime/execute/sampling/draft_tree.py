@@ -31,7 +31,7 @@ class DraftTree(NamedTuple):
 
 class Way(NamedTuple):
     """What draws make of a tree. nodes_BW int64: the root, then the node at each depth that was drawn before it; the
-    last one again behind the end. guesses_BQ int64: tokens of nodes_BW[:, 1:], NO_GUESS behind the end."""
+    last one again after the end. guesses_BQ int64: tokens of nodes_BW[:, 1:], NO_GUESS after the end."""
 
     nodes_BW: Tensor
     guesses_BQ: Tensor
@@ -73,7 +73,7 @@ def generations(parents_BN: Tensor, count: int) -> list[Tensor]:
 
 def walk(tokens_BN: Tensor, tree: DraftTree, drawn_BN: Tensor, depth: int, *, scripted: bool = False) -> Way:
     """From the root to the child that was drawn, and on, for ``depth`` steps at most. ``drawn_BN`` int64: the target's
-    draw behind each node. ``scripted``: to the first child whatever was drawn."""
+    sample after each node. ``scripted``: to the first child whatever was drawn."""
     if (kernels := _kernels_for(tokens_BN)) is not None:
         return Way(*kernels.walk(tokens_BN, tree.parents_BN, drawn_BN, depth, scripted))
     return walk_in_torch(tokens_BN, tree, drawn_BN, depth, scripted=scripted)

@@ -20,7 +20,7 @@ from models.kernels.traits import H200
 
 NO_CANDIDATE = -(2**63)
 # Numbers and pointers that make no other code by being 1 or divisible by 16, so that any number of rows, and parameters
-# as columns of records or as tensors of their own, run what was compiled once.
+# as columns of records or as separate tensors, run what was compiled once.
 COLUMNS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "position", "stop_ids", "min_length", "max_length", "finished"),
     *("repetition", "frequency", "presence", "tokens", "evidence"),
@@ -173,7 +173,7 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def best_with_noise(best, best_column, reached, score, words, column, inside, is_random, is_first):
-    """(best rank of each lane, its column, the best score of all) behind another block, whose scores get their noise.
+    """(best rank of each lane, its column, the best score of all) after another block, whose scores get their noise.
 
     ``reached``: the best score before it, of no meaning where the block ``is_first``.
     """

@@ -48,7 +48,7 @@ _AIMED = 6000  # tokens that a floor lies below, and a ceiling above, an estimat
 # through once more for the draw among the tokens above it. The floor is nearer then, or the list would not hold them.
 _SHALLOW = 9000
 _NEARBY = 4000  # tokens below: five times what an estimate of the place is off by there (one sample stands for 73)
-_GUESSED = 1000  # tokens between an estimated threshold of top-p and either end of a guess, which is off by some 650
+_GUESSED = 1000  # tokens between a threshold of top-p and either end of its estimate, which is off by some 650
 _FEW = 11000  # up to so many tokens are listed up to the largest one, without a ceiling
 FEWER = 2048  # so many tokens are settled in registers
 _GROUPS = 128  # groups of columns a program of the survey
@@ -64,7 +64,7 @@ class Workspace(NamedTuple):
     the weight of all, weight and number of those at or above the ceiling, and the best of these; reached int32 [B]: the
     best score with noise among these so far, as an ordered integer. listed int32 [B]: tokens in [floor, ceiling), of
     which ``tokens`` int64 [B, LISTED] has as many as it holds, (score, id) packed in no
-    order. guess float32 [B, 2]: two scores between which top-p's threshold probably lies, equal where nobody knows.
+    order. guess float32 [B, 2]: two scores between which top-p's threshold probably lies, equal if unknown.
     scratch int32 [B, FEWER], of the last launch alone.
     """
 

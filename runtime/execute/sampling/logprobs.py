@@ -1,7 +1,7 @@
 """Log-probabilities of drawn and of likely tokens.
 
 Knows: the raw model logits, before penalties, temperature and filters (vLLM's default, logprobs_mode "raw_logprobs").
-Does not know: whether anybody asked; the caller computes nothing when nobody did (SamplingVariant.logprobs).
+Does not know: whether they are wanted; the caller checks that (SamplingVariant.logprobs).
 Sums are exact (integer weights), so the same row gives the same bits in any batch.
 """
 

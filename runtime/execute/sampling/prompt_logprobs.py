@@ -1,9 +1,9 @@
-"""Log-probabilities of prompt tokens on their way home: a side channel beside the result ring.
+"""Log-probabilities of prompt tokens on their way home: a side channel of the result ring.
 
-Knows: how a step's values are laid out, and that nothing is allocated before somebody asks. Does not know: when an
+Knows: how a step's values are laid out, and that nothing is allocated before the first request. Does not know: when an
 entry may be used again (result_reader.py: as the ring's entry of the same number), the model, whose prompt it is.
 
-A prompt can have as many values as it has tokens, far more than a decode step's rows, so they have memory of their own:
+A prompt can have as many values as it has tokens, far more than a decode step's rows, so they have separate memory:
 ``entries`` times room for every token of a full prefill step, once on the device and once, pinned, on the host.
 """
 
@@ -27,7 +27,7 @@ PIECE = 256  # tokens whose logits exist at once, no more than a large decode bu
 
 
 class PromptLogprobs(NamedTuple):
-    """Host arrays for the S prompt tokens at positions [start, start + S) of one request, n likely tokens beside each.
+    """Host arrays for the S prompt tokens at positions [start, start + S) of one request, n likely tokens for each.
 
     chosen_S float32, rank_S int32, top_ids_SN int32, top_SN float32; meanings are those of logprobs.TokenLogprobs.
     """
@@ -53,7 +53,7 @@ def _columns(words_X: Tensor, tokens: int, top: int) -> TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPromptLogprobs:
-    """One step's share of the channel: S ``tokens``, ``top`` likely ones beside each, the same words on both sides."""
+    """One step's share of the channel: S ``tokens``, ``top`` likely ones for each, the same words on both sides."""
 
     plan: StepPlan
     tokens: int
@@ -108,7 +108,7 @@ class PromptLogprobRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on each side; 0 until somebody has asked."""
+        """Bytes held on each side; 0 before the first request."""
         return 0 if self._sides_EX is None else self._sides_EX[0].nbytes
 
     def claim(self, plan: StepPlan, index: int) -> StepPromptLogprobs | None:

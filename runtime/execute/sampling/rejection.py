@@ -1,20 +1,20 @@
-"""Rejection sampling with draft probabilities (Leviathan et al. 2023, Chen et al. 2023): guesses that were drawn from a
+"""Rejection sampling with draft probabilities (Leviathan et al. 2023, Chen et al. 2023): draft tokens sampled from a
 drafter's distribution q are kept so that every token is distributed as the target's p.
 
-Knows: how a guess is drawn from q, that it is kept with probability min(1, p / q), and that another token comes from
-the residual max(0, p - q) otherwise. Then the token is another one than the guess, so that acceptance.py, which
+Knows: how a draft token is sampled from q, that it is kept with probability min(1, p / q), and that another comes from
+the residual max(0, p - q) otherwise. Then the token is another one than the draft, so that acceptance.py, which
 compares, is right for these draws, too. Does not know: who drafts, slots, windows.
 
-Three streams of noise that share nothing: DRAFT draws the guess, ACCEPT tosses the coin, TOKEN draws from the residual,
-or from p where there is no guess. All are keyed by the position of the token. A guess that was not looked at leaves its
+Three separate streams of noise: DRAFT samples the draft, ACCEPT tosses the coin, TOKEN draws from the residual,
+or from p without a draft. All are keyed by the position of the token. A draft that was not checked leaves its
 position's numbers for the round that does: they have decided nothing yet.
 
 q has the request's temperature and its top-k, top-p and min-p, taken of q; not its penalties, ``min_tokens`` and edits,
-which p has: a guess that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
+which p has: a draft that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
 any order of summation. Graph-safe. On CUDA the kernels of rejection_triton.py do it; the torch code here is their
 reference.
 
-Shape letters: B rows, Q guesses of each, R = B * Q, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
+Shape letters: B rows, Q draft tokens of each, R = B * Q, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class Drafted(NamedTuple):
-    """What each guess was drawn from. probs_BQD float32, by draft id; all 0 where a guess was not drawn (greedy rows,
-    logits that were not usable). index_BQ int64: the draft ids of the guesses. ids_D int64: the target's id of every
-    draft id, all different; None where they are the same. rows_B bool: rows that have guesses, whatever the others'
+    """What drafts were sampled from. probs_BQD float32, by draft id; all 0 where one was not (greedy rows,
+    logits that were not usable). index_BQ int64: the draft ids of the drafts. ids_D int64: the target's id of every
+    draft id, all different; None where they are the same. rows_B bool: rows that have drafts, whatever the others'
     numbers are; None: all."""
 
     probs_BQD: Tensor
@@ -57,7 +57,7 @@ class Distribution(NamedTuple):
 
 
 def distribution(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVariant) -> Distribution:
-    """What rows draw from, of logits (float32 or bfloat16) behind edits and penalties."""
+    """What rows draw from, of logits (float32 or bfloat16) after edits and penalties."""
     scores_BV = scaled(logits_BV.to(torch.float32), rows, features)
     largest_B = scores_BV.amax(1)
     if features.filters:
@@ -72,11 +72,11 @@ def distribution(logits_BV: Tensor, rows: SamplingInputs, features: SamplingVari
 def draw_guesses(
     logits_RD: Tensor, ids_D: Tensor | None, rows: SamplingInputs, features: SamplingVariant, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(draft ids int64 [R], probs_RD of Drafted) of the next Q guesses a row, from a drafter's logits (float32 or
+    """(draft ids int64 [R], probs_RD of Drafted) of the next Q draft tokens a row, from a drafter's logits (float32 or
     bfloat16) by draft id, all of them.
 
-    ``rows``: of B; ``position``: of the first guess of a round. ``first``: so many were taken in this round before. A
-    greedy row gets the likeliest; one whose logits are not usable gets draft id 0.
+    ``rows``: of B; ``position``: of the first draft of a round. ``first``: so many were taken in this round before. A
+    greedy row gets the most probable id; one whose logits are not usable gets draft id 0.
     """
     count = logits_RD.shape[0] // rows.position.shape[0]
     if (kernels := kernels_for(logits_RD)) is not None:
@@ -93,7 +93,7 @@ def draw_guesses(
 
 
 def _each(rows: SamplingInputs, count: int, first: int) -> SamplingInputs:
-    """Of every guess, ``count`` a row, the first of which is so many behind ``position``."""
+    """Of every draft token, ``count`` a row, the first of which is so many after ``position``."""
     if count > 1:
         rows = rows.select(torch.arange(rows.position.shape[0], device=rows.seed.device).repeat_interleave(count))
     offset_R = torch.arange(first, first + count, device=rows.seed.device).repeat(rows.position.shape[0] // count)
@@ -103,7 +103,7 @@ def _each(rows: SamplingInputs, count: int, first: int) -> SamplingInputs:
 def draw_window(
     logits_TV: Tensor, rows: SamplingInputs, features: SamplingVariant, proposals_BQ: Tensor, drafted: Drafted
 ) -> tuple[Draw, Verdict]:
-    """A token for each of the T = B * W rows of windows, row-major: the guess that follows it where that is kept.
+    """A token for each of the T = B * W rows of windows, row-major: the draft that follows it where that is kept.
 
     logits_TV: the target's, all of them; ``rows`` as for ``sample_and_check``. Of rows without a sampled draft token
     (the last of each window, greedy ones) it is sampled from p; in greedy rows the most likely one.

@@ -1,10 +1,10 @@
-"""Rejection sampling in Triton: a drafter's guesses in three launches, windows of them in four, for any number of rows.
+"""Rejection sampling in Triton: a drafter's tokens in three launches, windows of them in four, for any number of rows.
 
-Knows: the arithmetic of rejection.py, its torch reference, operation by operation, so that guesses, probabilities and
-tokens have the same bits; that a kept guess needs no residual, and that few numbers of a residual need their noise. No
+Knows: the arithmetic of rejection.py, its torch reference, operation by operation, so that drafts, probabilities and
+tokens have the same bits; that a kept draft needs no residual, and that few numbers of a residual need their noise. No
 array but a drafter's probabilities has a number for each row and id. Does not know: filters (their threshold comes as a
 number a row), penalties, edits, slots, windows' finish.
-Shape letters: B requests, Q guesses of each, R = B * Q, T = B * (Q + 1) tokens of windows, V vocabulary, D draft ids.
+Shape letters: B requests, Q drafts of each, R = B * Q, T = B * (Q + 1) tokens of windows, V vocabulary, D draft ids.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -146,7 +146,7 @@ def _softmax_kernel(
     temperature_stride, vocab, per_program, count,
     FILTERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities of a row's part, and the guess."""
+    """The probabilities of a row's part, and the draft token."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     out_ptr = probs_ptr + row.to(tl.int64) * vocab
@@ -174,7 +174,7 @@ def _residual_kernel(
     TOKEN: tl.constexpr, ACCEPT: tl.constexpr, FILTERED: tl.constexpr, MAPPED: tl.constexpr, SOME: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's part: of the residual where a drawn guess was not kept, of p where there is none. A guess
+    """The best of a row's part: of the residual where a sampled draft was rejected, of p where there is none. A draft
     that was kept is the best of all."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     window, place = row // width, row % width
@@ -281,7 +281,7 @@ def draw_guesses(
 ) -> tuple[Tensor, Tensor]:
     """(index int64 [R], probs float32 [R, D]) of rejection.draw_guesses.
 
-    logits float32 or bfloat16, Q rows a request one behind the other: guesses at ``position`` + ``first`` and on.
+    logits float32 or bfloat16, Q rows a request one after the other: drafts at ``position`` + ``first`` and on.
     temperature float32, seed int64, position any integers; ids int64. ``threshold_R`` float32: of the filters, if any.
     """
     rows, vocab = logits_RD.shape
@@ -331,7 +331,7 @@ def window_candidates(
 ) -> tuple[Tensor, Tensor]:
     """(candidate int64 [T, 1], largest score float32 [T]) of each row of windows, for sampler.merge_and_check.
 
-    logits float32 or bfloat16, behind edits and penalties. proposals, index and ids int64, probs float32, rows bool: as
+    logits float32 or bfloat16, after edits and penalties. proposals, index and ids int64, probs float32, rows bool: as
     rejection.Drafted has them. temperature float32, seed int64, position any integers. ``threshold_T`` float32: of the
     filters, if any. ``token`` and ``accept``: purposes of the noise and of the coin.
     """

@@ -5,9 +5,9 @@ Knows: the order of things: logits processors, stop ids masked under min_length,
 noise.
 Does not know: slots, steps, the ranks' exchange; how noise is made (counter_rng.py).
 
-Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its own
+Every function is graph-safe: fixed shapes, nothing is read back by the host. A row's token is a function of its
 logits and parameters: neither the batch, its place there, the feature variant nor the tensor-parallel degree matters.
-On CUDA the Triton kernels beside this file do the same arithmetic in a few launches; without Triton, torch does it.
+On CUDA the Triton kernels next to this file do the same arithmetic in a few launches; without Triton, torch does it.
 """
 
 from __future__ import annotations

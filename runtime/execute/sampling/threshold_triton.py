@@ -114,7 +114,7 @@ def _threshold_of_many(
     if (p < 1.0) & holds:
         cut = reached.to(tl.int32)
         low, high = tl.maximum(bottom, reached), top
-        # One pass for the sum of all, and for the parts of it above both ends of the guess.
+        # One pass for the sum of all, and for the parts of it above both ends of the estimate.
         first = tl.minimum(tl.maximum(ordered(guess_low).to(tl.int64), low), high)
         second = tl.minimum(tl.maximum(ordered(guess_high).to(tl.int64), first), high)
         weight, weight_1, weight_2 = (

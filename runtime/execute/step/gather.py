@@ -276,7 +276,7 @@ def gather_packed_in_torch(
 
 
 def pieces_of(chunks: Chunks, packed: Packed, page_table_RP: Tensor, most: int, max_kv_length: int) -> DecodeAttention:
-    """Attention of a step's chunks cut into at most ``most`` pieces of PIECE tokens, each a row of its own with
+    """Attention of a step's chunks cut into at most ``most`` pieces of PIECE tokens, each a separate row with
     ``starts_B``, in the order of their tokens; pieces that a step does not have are 0 long. New tensors, no host read.
     """
     tokens, device = chunks.positions_T.shape[0], chunks.positions_T.device

@@ -168,7 +168,7 @@ class StepMemory:
 class StepParts:
     """What a step is made from. ``caches``: a view a layer of ``model``, of what it declares.
 
-    A step with a model of its own allocates that one's caches from ``pool``. Every step is made twice: first over a
+    A step with another model allocates that one's caches from ``pool``. Every step is made twice: first over a
     pool without blocks, whose layout gives the cost of blocks and slots. ``proposer``: of draft tokens, over the same
     pool. ``part_range(name)``: a reusable context around each launch of a step with several. ``memory``: of all steps
     made from these parts.

@@ -25,7 +25,7 @@ from runtime.execute.step.memory import StepParts
 from runtime.execute.step.tail import Tail
 from runtime.schedule.plan import PADDING_SLOT, TRASH_BLOCK, StepPlan
 
-_TOKENS_A_SAMPLE = 8  # from so many on, the last layer's queries and attention are worth launches of their own
+_TOKENS_A_SAMPLE = 8  # from so many on, the last layer's queries and attention are worth separate launches
 
 
 class Lengths(NamedTuple):

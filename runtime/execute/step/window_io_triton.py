@@ -233,7 +233,7 @@ def commit(
 
     ``drawn``: token int64, count and finish int32, contiguous, [B * N]. ``guesses_BQ`` int64: what they are compared
     with, of trees those along the path of ``nodes_BW`` (int64 [B, Q + 1], contiguous), where there are none
-    ``no_guess``. ``limits``: most tokens a row and guesses that a script keeps, integers [B], or None. ``asked``: token
+    ``no_guess``. ``limits``: most tokens a row and drafts that a script keeps, integers [B], or None. ``asked``: token
     ids, positions and KV places of the N tokens, int64, contiguous. ``old`` and ``table`` as of step_io_triton.finish.
     ``history_SL`` int32, contiguous, or None. ``ring``: its entries int32, the counter int64, its stamps. ``codes``:
     the finish codes of STOP and ERROR. One program does it all, so that the counter moves once.
