@@ -1,4 +1,4 @@
-"""A short causal convolution whose latest inputs are kept in the slot's row: in front of every recurrent mixer.
+"""The filter of a short causal convolution, in front of every recurrent mixer, and what a slot keeps for it.
 
 Knows: which channels of the checkpoint's filter this rank has, and the shape of the window. Does not know: how it is
 computed (models/kernels), or the recurrence after it.
@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from models.inputs import StepInputs
 from models.layers.context import ModelContext
 from parallel.layers.shard import ScatteredShard, Shard, ShardedModule
 
 
 class ConvState(ShardedModule):
-    """silu of a depthwise causal convolution of ``taps`` taps, [T, C] -> [T, C]; see Ops.causal_conv.
+    """A depthwise causal convolution of ``taps`` taps; Ops.causal_conv has its arithmetic.
 
     ``segments``: (first channel, channels) of each run of the checkpoint's ``channels`` that this rank has, in the
-    another order. The checkpoint has the filter as [channels, 1, taps].
+    order of its channels. The checkpoint has the filter as [channels, 1, taps].
     """
 
     def __init__(
@@ -39,17 +38,11 @@ class ConvState(ShardedModule):
         self.local_channels = sum(count for _, count in self.segments)
         self.weight = context.parameter(self.local_channels, taps)
         self.bias = context.parameter(self.local_channels) if bias else None
-        self._kernels = context.kernels
 
     @property
     def window(self) -> tuple[tuple[int, ...], torch.dtype]:
         """What a slot keeps, for SlotState: the latest inputs as they came, [taps, C]; position p is at p mod taps."""
         return (self.taps, self.local_channels), self.weight.dtype
-
-    def forward(self, x_TC: Tensor, window_SJC: Tensor, inputs: StepInputs) -> Tensor:
-        if inputs.state is None:
-            raise ValueError("a layer with slot state needs StepInputs.state: whose state each row continues")
-        return self._kernels.causal_conv(x_TC, self.weight, self.bias, window_SJC, inputs.state, inputs.positions_T)
 
     def shards(self) -> Mapping[str, ScatteredShard]:
         found = {"weight": self._scattered((self.channels, 1, self.taps), self.weight.unsqueeze(1))}
