@@ -14,10 +14,11 @@ from models.config_reader import ConfigReader, Neutral, refuse_others
 
 BlockKind = Literal["mamba", "attention", "mlp", "moe"]
 
-BLOCK_KEYS: Final = """attention_head_dim conv_kernel hybrid_override_pattern layer_norm_epsilon layers_block_type
-    mamba_head_dim mamba_hidden_act mamba_num_heads mamba_proj_bias mamba_ssm_cache_dtype mlp_hidden_act moe_latent_size
-    moe_shared_expert_intermediate_size mtp_hybrid_override_pattern mtp_layers_block_type n_groups
-    n_routed_experts residual_in_fp32 ssm_state_size time_step_limit use_bias use_conv_bias"""
+MAMBA_KEYS: Final = "conv_kernel mamba_head_dim mamba_num_heads n_groups ssm_state_size time_step_limit use_conv_bias"
+BLOCK_KEYS: Final = f"""{MAMBA_KEYS} attention_head_dim hybrid_override_pattern layer_norm_epsilon layers_block_type
+    mamba_hidden_act mamba_proj_bias mamba_ssm_cache_dtype mlp_hidden_act moe_latent_size
+    moe_shared_expert_intermediate_size mtp_hybrid_override_pattern mtp_layers_block_type n_routed_experts
+    residual_in_fp32 use_bias"""
 
 _LETTERS: dict[str, BlockKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _WORDS: dict[str, BlockKind] = {
@@ -48,7 +49,7 @@ BLOCK_NEUTRAL: Neutral = {
 class Mamba2Shape:
     """Sizes of a Mamba-2 mixer (Dao & Gu 2024), of the whole model: ``heads`` of ``head_dim`` channels, each with a
     state of ``head_dim`` x ``state_size``; B and C are shared by the heads of one of ``groups``; ``taps`` of the causal
-    convolution in front, with a bias where ``conv_bias``.
+    convolution in front, with a bias where ``conv_bias``. ``layers``: numbers of the layers that are such mixers.
     """
 
     heads: int
@@ -57,6 +58,7 @@ class Mamba2Shape:
     state_size: int
     taps: int
     conv_bias: bool
+    layers: tuple[int, ...]
 
     @property
     def inner(self) -> int:
@@ -109,8 +111,8 @@ def mtp_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
     return tuple(known[kind] for kind in given)
 
 
-def read_mamba2(config: Mapping[str, Any]) -> Mamba2Shape:
-    """Raises ValueError naming the key."""
+def read_mamba2(config: Mapping[str, Any], layers: tuple[int, ...]) -> Mamba2Shape:
+    """Of those layers. Raises ValueError naming the key."""
     read = ConfigReader(config)
     heads, groups = read.size("mamba_num_heads"), read.size("n_groups", 8)
     if heads % groups:
@@ -122,6 +124,7 @@ def read_mamba2(config: Mapping[str, Any]) -> Mamba2Shape:
         state_size=read.size("ssm_state_size"),
         taps=read.size("conv_kernel", 4, most=64),
         conv_bias=True if config.get("use_conv_bias") is None else read.flag("use_conv_bias"),
+        layers=layers,
     )
 
 
@@ -130,9 +133,7 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for what the family can ask for and is not implemented.
     """
-    limit = config.get("time_step_limit")
-    if limit is not None and not _unlimited(limit):
-        raise ValueError(f"'time_step_limit' is {limit!r}, but only [0.0, Infinity] is implemented")
+    require_unlimited(config)
     kinds = block_kinds(config)
     changed = {key: value for key, value in config.items() if key not in ("layer_types", "hybrid_override_pattern")}
     changed["layers_block_type"] = list(kinds)
@@ -146,6 +147,13 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"):
         changed.pop(key, None)  # checkpoints carry them, but nothing is rotated
     return changed
+
+
+def require_unlimited(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where time steps have bounds."""
+    limit = config.get("time_step_limit")
+    if limit is not None and not _unlimited(limit):
+        raise ValueError(f"'time_step_limit' is {limit!r}, but only [0.0, Infinity] is implemented")
 
 
 def _unlimited(limit: object) -> bool:

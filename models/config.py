@@ -81,6 +81,8 @@ class ModelConfig:
     ``mtp_own_embeddings``: they have an embedding of their own; ``mtp_blocks``: the kind of each of such a layer's
     blocks, where ``blocks`` is. ``quantization``: which matrices the checkpoint stores as codes; None for none.
     ``attention``: of each layer; empty where all are alike and plain. ``more_ropes``: of layers with another rotation.
+    ``embedding_scale``, ``residual_scale``, ``logits_scale`` multiply embeddings, what each layer adds, and logits;
+    ``logits_softcap``: as AttentionSpec.softcap, of logits.
     """
 
     architecture: str
@@ -114,6 +116,10 @@ class ModelConfig:
     quantization: Quantization | None = None
     attention: tuple[AttentionSpec, ...] = ()
     more_ropes: tuple[Rope, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

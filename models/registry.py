@@ -24,12 +24,14 @@ from models.config import (
 from models.families.gemma3 import Gemma3
 from models.families.glm4_moe import Glm4Moe
 from models.families.gpt_oss import GptOss
+from models.families.granite import Granite, GraniteHybrid, GraniteMoe
 from models.families.hy_v3 import HYV3
 from models.families.llama import Llama
 from models.families.minimax_m2 import MiniMaxM2
 from models.families.mistral import Mistral
 from models.families.mixtral import Mixtral
 from models.families.nemotron_h import NemotronH
+from models.families.olmo3 import Olmo2, Olmo3
 from models.families.phi3 import Phi3
 from models.families.qwen2 import Qwen2
 from models.families.qwen3 import Qwen3
@@ -37,6 +39,7 @@ from models.families.qwen3_5 import Qwen35
 from models.families.qwen3_moe import Qwen3Moe
 from models.families.qwen3_next import Qwen3Next
 from models.families.seed_oss import SeedOss
+from models.families.smollm3 import SmolLM3
 from models.layers.decoder import Decoder
 
 _LONGEST = 1000  # characters of keys in an error
@@ -45,6 +48,10 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Gemma3ForCausalLM": Gemma3,
     "Gemma3ForConditionalGeneration": Gemma3,
     "GptOssForCausalLM": GptOss,
+    "GraniteForCausalLM": Granite,
+    "GraniteMoeForCausalLM": GraniteMoe,
+    "GraniteMoeSharedForCausalLM": GraniteMoe,
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "LlamaForCausalLM": Llama,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
@@ -55,6 +62,9 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "MixtralForCausalLM": Mixtral,
     "Phi3ForCausalLM": Phi3,
     "SeedOssForCausalLM": SeedOss,
+    "SmolLM3ForCausalLM": SmolLM3,
+    "Olmo2ForCausalLM": Olmo2,
+    "Olmo3ForCausalLM": Olmo3,
     "Glm4MoeForCausalLM": Glm4Moe,
     "HYV3ForCausalLM": HYV3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,

@@ -63,7 +63,7 @@ class Shape:
     @classmethod
     def of(cls, sizes: ModelConfig, kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Shape:
         delta, mamba, experts = sizes.delta, sizes.mamba, sizes.experts
-        recurrent = len(delta.layers) if delta is not None else sizes.blocks.count("mamba")
+        recurrent = 0 if (mixers := delta or mamba) is None else len(mixers.layers)
         attending = sizes.blocks.count("attention") if sizes.blocks else sizes.layers - recurrent
         sparse = 0 if experts is None else len(experts.layers)
         hidden, matrices = sizes.hidden_size, 2 if sizes.blocks else 3  # of an MLP

@@ -47,6 +47,8 @@ _LAYER_NAMES = {
 class PairAttention(DraftAttention):
     """Whose input is twice as wide: a normed embedding and a state. ``norm``: of the state."""
 
+    norm: RMSNorm
+
     def __init__(self, config: Eagle3Config, context: ModelContext, cos_sin_LR: Tensor, norm: RMSNorm) -> None:
         sizes = config.model
         super().__init__(sizes, context, cos_sin_LR, norm, output_bias=sizes.attention_bias)

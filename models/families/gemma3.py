@@ -1,28 +1,22 @@
 """Gemma 3 (Gemma team 2025), the part that reads and writes text: sandwich norms, five sliding layers to a full one.
 
-Knows: the architecture's layers, its checkpoint names, and the defaults of a config that says little. Does not know:
-how a layer computes, images. Reference: Gemma3ForCausalLM of transformers 5.23.
+Knows: its checkpoint names, and the defaults of a config that says little. Does not know: layers (llama.py), images.
+Reference: Gemma3ForCausalLM of transformers 5.23.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
 
 from models.config import FamilyConfig, ModelConfig, Specs, architecture_of
 from models.config_reader import ConfigReader, text_part
 from models.families.llama import Llama
-from models.layers.attention import Attention
 from models.layers.context import ModelContext
-from models.layers.decoder import Decoder, DecoderLayer
-from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
-from models.layers.rope import cos_sin_cache, given_parameters, rope_from_parameters
-from parallel.layers.embedding import LMHead, VocabParallelEmbedding
+from models.layers.rope import given_parameters, rope_from_parameters
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
@@ -87,7 +81,7 @@ _NAMES: dict[str, str] = {
 }
 
 
-class Gemma3(Decoder):
+class Gemma3(Llama):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
         theta=1e6,
         head_dim=256,
@@ -108,31 +102,9 @@ class Gemma3(Decoder):
     )
     checkpoint_names: ClassVar = {part: _spellings(name) for part, name in _NAMES.items()}
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(config, context)
-        hidden = config.hidden_size
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, context=context, zero_centred=True)
-        tables = [cos_sin_cache(rope, config.rotary_dim, config.max_length) for rope in config.ropes]
-        self.cos_sin_LR = tables[0]
-        self.embedding = VocabParallelEmbedding(config.vocab_size, hidden, context, scale=hidden**0.5)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                Attention(
-                    config,
-                    context,
-                    tables[spec.rope or 0],
-                    norm(hidden),
-                    q_norm=norm(spec.head_dim),
-                    k_norm=norm(spec.head_dim),
-                    qkv_bias=config.attention_bias,
-                    output_bias=config.output_bias,
-                    spec=spec,
-                ),
-                GatedMLP(config, context, norm(hidden), gelu=True),
-                mixer_post=norm(hidden),
-                mlp_post=norm(hidden),
-            )
-            for spec in map(config.attention_of, range(config.layers))
-        )
-        self.final_norm = norm(hidden)
-        self.lm_head = LMHead(config.vocab_size, hidden, context, self.embedding if config.tied_embeddings else None)
+    post_norms: ClassVar[bool] = True
+    zero_centred: ClassVar[bool] = True
+    gelu: ClassVar[bool] = True
+
+    def _embedding_scale(self, config: ModelConfig, context: ModelContext) -> float:
+        return float(torch.tensor(config.hidden_size**0.5, dtype=context.dtype, device="cpu"))

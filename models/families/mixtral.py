@@ -22,7 +22,7 @@ def _experts(config: Mapping[str, Any]) -> RoutedExperts:
 
 class Mixtral(Llama):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
-        eps=1e-5, theta=1e6, kv_heads=8, reads=EXPERT_KEYS, experts=_experts
+        eps=1e-5, theta=1e6, kv_heads=8, full_every=0, reads=EXPERT_KEYS, experts=_experts
     )
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,

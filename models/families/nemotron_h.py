@@ -69,9 +69,10 @@ def _experts(config: Mapping[str, Any]) -> RoutedExperts | None:
 
 def _more(config: Mapping[str, Any]) -> dict[str, Any]:
     blocks = block_kinds(config)
+    mamba = tuple(number for number, kind in enumerate(blocks) if kind == "mamba")
     return {
         "blocks": blocks,
-        "mamba": read_mamba2(config) if "mamba" in blocks else None,
+        "mamba": read_mamba2(config, mamba) if mamba else None,
         "mtp_blocks": mtp_kinds(config) if mtp_layers(config) else (),
     }
 

@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from models.config import FamilyConfig
+from models.config import MOST_LAYERS, FamilyConfig
 from models.config_reader import ConfigReader
 from models.families.llama import Llama
 
 
 def slides(config: Mapping[str, Any]) -> bool:
-    """Whether a layer has a window: those from 'max_window_layers' on, unless 'layer_types' says something else."""
+    """Whether 'sliding_window' means anything."""
+    return bool(config.get("use_sliding_window"))
+
+
+def with_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Layers from 'max_window_layers' on have the window, unless 'layer_types' says something else."""
+    if config.get("layer_types") or not slides(config):
+        return config
     read = ConfigReader(config)
-    some = read.number("max_window_layers", 0) < read.number("num_hidden_layers", 0)
-    return bool(config.get("use_sliding_window")) and some and not config.get("layer_types")
+    layers, full = read.size("num_hidden_layers", most=MOST_LAYERS), read.number("max_window_layers", 28)
+    return {**config, "layer_types": ["full_attention" if n < full else "sliding_attention" for n in range(layers)]}
 
 
 def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,4 +32,12 @@ def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Qwen2(Llama):
-    family_config: ClassVar[FamilyConfig] = FamilyConfig(kv_heads=32, slides=slides, more=_biases)
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        kv_heads=32,
+        window=4096,
+        full_every=0,
+        layer_types=("full_attention", "sliding_attention"),
+        slides=slides,
+        usual=with_layer_types,
+        more=_biases,
+    )

@@ -9,12 +9,21 @@ from typing import ClassVar
 
 from models.config import FamilyConfig
 from models.families.llama import Llama
-from models.families.qwen2 import slides
+from models.families.qwen2 import slides, with_layer_types
 from models.layers.decoder import MTPLayout
 
 
 class Qwen3(Llama):
-    family_config: ClassVar[FamilyConfig] = FamilyConfig(head_dim=128, kv_heads=32, qk_norms=True, slides=slides)
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        head_dim=128,
+        kv_heads=32,
+        window=4096,
+        full_every=0,
+        layer_types=("full_attention", "sliding_attention"),
+        qk_norms=True,
+        slides=slides,
+        usual=with_layer_types,
+    )
     mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,

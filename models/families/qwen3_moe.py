@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from models.config import FamilyConfig
 from models.config_reader import ConfigReader
+from models.families.qwen2 import slides
 from models.families.qwen3 import Qwen3
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, softmax_experts
 
@@ -30,14 +31,21 @@ def _experts(config: Mapping[str, Any]) -> RoutedExperts:
     return softmax_experts(config, sparse_layers(config), size, renormalise=renormalise)
 
 
-def slides(config: Mapping[str, Any]) -> bool:
-    """Whatever 'max_window_layers' and 'layer_types' say."""
-    return bool(config.get("use_sliding_window"))
+def _windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """In every layer, if any, whatever 'max_window_layers' and 'layer_types' say."""
+    return {**config, "layer_types": None}
 
 
 class Qwen3Moe(Qwen3):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
-        kv_heads=4, reads=EXPERT_KEYS, qk_norms=True, slides=slides, experts=_experts
+        kv_heads=4,
+        window=4096,
+        full_every=0,
+        reads=EXPERT_KEYS,
+        qk_norms=True,
+        slides=slides,
+        usual=_windows,
+        experts=_experts,
     )
     checkpoint_names: ClassVar = {
         **Qwen3.checkpoint_names,

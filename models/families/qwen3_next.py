@@ -13,7 +13,8 @@ from torch import nn
 
 from models.config import FamilyConfig, ModelConfig
 from models.config_reader import ConfigReader
-from models.families.qwen3_moe import Qwen3Moe, slides, sparse_layers
+from models.families.qwen2 import slides
+from models.families.qwen3_moe import Qwen3Moe, sparse_layers
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder, DecoderLayer, MTPLayout

@@ -17,7 +17,7 @@ from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import Planes, keys_and_values
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
-from models.layers.norm import RMSNorm
+from models.layers.norm import ResidualAdd, RMSNorm
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.quantised import Quantised
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
@@ -52,7 +52,7 @@ class Attention(Mixer[Tensor]):
         config: ModelConfig,
         context: ModelContext,
         cos_sin_LR: Tensor,
-        norm: RMSNorm,
+        norm: RMSNorm | ResidualAdd,
         *,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -66,7 +66,7 @@ class Attention(Mixer[Tensor]):
         spec = spec or config.attention_of(0)
         hidden, dim = config.hidden_size, spec.head_dim
         self.kernels = context.kernels
-        self.cos_sin_LR = cos_sin_LR
+        self.cos_sin_LR, self.rotary_dim = cos_sin_LR, cos_sin_LR.shape[1]
         self.head_dim, self.kv_dtype = dim, context.kv_dtype or context.dtype
         self.scale, self.window = spec.scale, spec.window
         self.norm = norm
@@ -92,7 +92,7 @@ class Attention(Mixer[Tensor]):
 
     def hold_scales(self, keys_K: Tensor, values_K: Tensor) -> None:
         """Scales of a float8 cache, float32 of this rank's heads. Where all are 1 nothing is multiplied by them."""
-        scales_2K = torch.stack((keys_K, values_K)).to(self.norm.weight.device)
+        scales_2K = torch.stack((keys_K, values_K)).to(self.qkv.weight.data.device)
         if not bool((scales_2K == 1).all()):
             by_query = scales_2K.repeat_interleave(self.heads // self.kv_heads, 1)[:, :, None]
             self.kv_factors_2K, (self.key_scales_H1, self.value_scales_H1) = scales_2K.reciprocal(), by_query

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.layers.context import ModelContext
-from models.layers.norm import RMSNorm
+from models.layers.norm import ResidualAdd, RMSNorm
 from models.row_buckets import LARGE_STEP
 from parallel.comm.collectives import PendingAllReduce
 from parallel.layers.linear import ColumnParallel, GateUpParallel, RowParallel
@@ -21,7 +21,13 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: ModelContext, norm: RMSNorm, *, bias: bool = False, gelu: bool = False
+        self,
+        config: ModelConfig,
+        context: ModelContext,
+        norm: RMSNorm | ResidualAdd,
+        *,
+        bias: bool = False,
+        gelu: bool = False,
     ) -> None:
         super().__init__()
         self.gelu = gelu

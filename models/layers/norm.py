@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.layers.context import ModelContext
 from parallel.comm.collectives import PendingAllReduce
@@ -75,6 +75,41 @@ class RMSNorm(ShardedModule):
         if self.zero_centred:
             return {"weight": replace(whole(self.weight), offset=1.0)}
         return {"weight": whole(self.weight, centre=1.0)}
+
+
+class ResidualAdd(nn.Module):
+    """In the place of a norm before a mixer or MLP that has none (OLMo 2): x + residual, twice."""
+
+    def __init__(self, eps: float, context: ModelContext) -> None:
+        super().__init__()
+        self.eps = eps  # of the norms of single heads, if any
+        self._kernels = context.kernels
+
+    def add(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, into: Quantised | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(residual', residual'). ``x`` is a norm's result, so it is summed already. TypeError for one that is not,
+        and for ``into``, which no layer without a norm asks for."""
+        if isinstance(x_TN, PendingAllReduce) or into is not None:
+            raise TypeError("a layer without a norm reads sums in the dtype of activations")
+        stream_TN = x_TN if residual_TN is None else x_TN + residual_TN
+        return stream_TN, stream_TN
+
+    def add_linear(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, weight: Weight
+    ) -> tuple[Tensor, Tensor]:
+        """As RMSNorm.add_linear."""
+        stream_TN, _ = self.add(x_TN, residual_TN)
+        return self._kernels.linear(stream_TN, weight), stream_TN
+
+    def add_gate_up(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, gate_up: Weight, down: Weight
+    ) -> tuple[Activations, Tensor]:
+        """As RMSNorm.add_gate_up."""
+        into = self._kernels.quantised_for(down, *_tokens(x_TN))
+        stream_TN, _ = self.add(x_TN, residual_TN)
+        hidden_TI = self._kernels.gate_up(stream_TN, gate_up, into)
+        return into or hidden_TI, stream_TN
 
 
 def _tokens(x_TN: Tensor | PendingAllReduce) -> tuple[int, torch.dtype]:

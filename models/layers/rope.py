@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -291,6 +291,12 @@ def cos_sin_cache(rope: Rope, rotary_dim: int, length: int) -> Tensor:
         return torch.empty(length, rotary_dim, dtype=torch.float32)
     angles = torch.arange(length, dtype=torch.float32).unsqueeze(1) * rope.frequencies(rotary_dim)
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
+
+
+def rotary_tables(ropes: Sequence[Rope], rotary_dim: int, length: int, *, unrotated: bool) -> dict[int | None, Tensor]:
+    """cos_sin_cache of each rope by its index; under None, where asked for, that of layers without rotation."""
+    tables: dict[int | None, Tensor] = {n: cos_sin_cache(rope, rotary_dim, length) for n, rope in enumerate(ropes)}
+    return {**tables, None: unrotated_cache(length)} if unrotated else tables
 
 
 def unrotated_cache(max_length: int) -> Tensor:

@@ -16,14 +16,13 @@ from parallel.layers.weight import Weight
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token embedding, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if ranks are several.
-
-    ``scale``, rounded to the dtype, multiplies it.
+    """Token embedding times ``scale``, [T] int64 -> [T, N]; each rank holds a range of ids. One all-reduce if ranks are
+    several.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: ShardContext, scale: float = 1.0):
         super().__init__()
-        self.scale = 1.0 if scale == 1.0 else float(torch.tensor(scale, dtype=placement.dtype, device="cpu"))
+        self.scale = scale
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
         self.weight = _vocab_weight(self.vocab, hidden_size, placement)
@@ -39,13 +38,22 @@ class VocabParallelEmbedding(ShardedModule):
 class LMHead(ShardedModule):
     """Logits of this rank's token ids, [R, N] -> [R, V_local]; padding logits are -inf; no communication.
 
-    ``tied_to`` shares the weight of an embedding; the head then has no checkpoint tensor of its own.
+    ``tied_to`` shares the weight of an embedding; the head then has no checkpoint tensor of its own. Logits are
+    multiplied by ``scale``, and then become softcap tanh(logits / softcap) where there is a ``softcap``.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, placement: ShardContext, tied_to: VocabParallelEmbedding | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        placement: ShardContext,
+        tied_to: VocabParallelEmbedding | None = None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
+        self.scale, self.softcap = scale, softcap
         self.placement = placement
         self.vocab = VocabShard(vocab_size, placement.rank, placement.size)
         self.tied = tied_to is not None
@@ -53,6 +61,10 @@ class LMHead(ShardedModule):
 
     def forward(self, hidden_RN: Tensor) -> Tensor:
         logits_RV = self.placement.kernels.linear(hidden_RN, self.weight)
+        if self.scale != 1.0:
+            logits_RV = logits_RV * self.scale
+        if self.softcap is not None:
+            logits_RV = torch.tanh(logits_RV / self.softcap) * self.softcap
         if self.vocab.rows < self.vocab.width:
             logits_RV[:, self.vocab.rows :] = float("-inf")
         return logits_RV

@@ -45,7 +45,7 @@ class Scenario(NamedTuple):
         return f"batch{self.batch}-chunk{self.chunk}-share{self.share_prefixes}"
 
 
-HYBRIDS = ("qwen3next", "qwen35", "nemotronh")  # how their folders' names begin
+HYBRIDS = ("qwen3next", "qwen35", "nemotronh", "granitemoehybrid")  # how their folders' names begin
 SCENARIOS = (  # the last two in every run of four ranks in threads
     Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
     Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),

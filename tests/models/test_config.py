@@ -236,17 +236,8 @@ def test_partial_rotation() -> None:
         ({"architectures": ["A", "B"]}, "'architectures' must name one architecture"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'quant_method' 'gptq' is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window attention"),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
-            | {"max_window_layers": 48, "layer_types": ["full_attention"] * 2},
-            "sliding-window attention",
-        ),
-        (
-            {"architectures": ["MixtralForCausalLM"], **EXPERTS, "sliding_window": 8},
-            "'sliding_window' is 8, but sliding-window attention is not supported",
-        ),
+        ({"layer_types": ["full_attention"]}, "'layer_types' has 1 entries"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'layer_types' has 'linear_attention'"),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 63}, "'sliding_window' is 63"),
         ({"kv_lora_rank": 512}, "'kv_lora_rank' is 512, which asks for multi-head latent attention"),
         ({"rotary_dim": 4}, "'rotary_dim' is 4, but 10 dims of a head are rotated"),
@@ -521,6 +512,25 @@ def test_gemma_3_beside_images_says_little() -> None:
     for key, value in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         with pytest.raises(ValueError, match=f"{key!r} is {value}"):
             config_from_dict({"architectures": ["Gemma3ForCausalLM"], **text, key: value})
+
+
+def test_windows_begin_where_transformers_has_them() -> None:
+    """Qwen2 and Qwen3: from 'max_window_layers' on, or by 'layer_types'; Qwen3-MoE and Mixtral: in every layer."""
+
+    def windows(**changes: Any) -> list[int | None]:
+        config = tiny(num_hidden_layers=3, max_position_embeddings=8192, **changes)
+        return [config.attention_of(layer).window for layer in range(3)]
+
+    asked: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    types = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    sparse = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "moe_intermediate_size": 8}
+    for dense in (["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]):
+        assert windows(architectures=dense, **asked) == [None, 8, 8]
+        assert windows(architectures=dense, **(asked | types)) == [8, None, None]
+        assert windows(architectures=dense, **(asked | {"use_sliding_window": False})) == [None] * 3
+        assert windows(architectures=dense, use_sliding_window=True, max_window_layers=0) == [4096] * 3
+    assert windows(**sparse, **asked, **types) == [8] * 3
+    assert windows(architectures=["MixtralForCausalLM"], **EXPERTS, sliding_window=8) == [8] * 3
 
 
 def test_sliding_window_that_no_layer_uses_is_fine() -> None:

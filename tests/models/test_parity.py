@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-linear": (
         "Qwen2",
         {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 20, "num_key_value_heads": 2}
-        | {"rope_parameters": LINEAR},
+        | {"rope_parameters": LINEAR, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen2-tied": (
         "Qwen2",
@@ -125,7 +125,7 @@ MODELS |= {
     "mixtral": (
         "Mixtral",
         {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 28, "num_key_value_heads": 4}
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": DEFAULT},
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": DEFAULT, "sliding_window": 5},
     ),
     "mixtral-fused": (
         "Mixtral",
@@ -257,12 +257,73 @@ MODELS |= {
         | {"attention_out_bias": True, "rope_parameters": DEFAULT},
     ),
 }
+"""Layers without rotation, with and without windows; norms behind layers alone and over all heads, two rotations."""
+MODELS |= {
+    "smollm3": (
+        "SmolLM3",
+        {"vocab_size": 71, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "pad_token_id": 0}
+        | {"num_hidden_layers": 5, "rope_parameters": DEFAULT, "use_sliding_window": True, "sliding_window": 6}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo2": (
+        "Olmo2",
+        {"vocab_size": 61, "hidden_size": 40, "intermediate_size": 20, "num_key_value_heads": 4}
+        | {"rope_parameters": DEFAULT, "tie_word_embeddings": True},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 36, "num_key_value_heads": 2, "attention_bias": True}
+        | {"num_hidden_layers": 5, "sliding_window": 6}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT | {"rope_theta": 700.0}}},
+    ),
+}
+"""Four factors that are no powers of 2."""
+FACTORS = {"embedding_multiplier": 12, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 0.7}
+GRANITE_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+MODELS |= {
+    "granite": (
+        "Granite",
+        FACTORS
+        | {"vocab_size": 73, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 2, "mlp_bias": True}
+        | {"rope_parameters": DEFAULT, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        FACTORS
+        | GRANITE_EXPERTS
+        | {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 12, "num_key_value_heads": 4}
+        | {"rope_parameters": DEFAULT},
+    ),
+    "granitemoeshared-fused": (
+        "GraniteMoeShared",
+        FACTORS
+        | GRANITE_EXPERTS
+        | {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 1}
+        | {"shared_intermediate_size": 28, "rope_parameters": DEFAULT},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        FACTORS
+        | GRANITE_EXPERTS
+        | {"vocab_size": 59, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2}
+        | {"num_hidden_layers": 4, "layer_types": [MAMBA, "full_attention", MAMBA, MAMBA], "mamba_n_heads": 8}
+        | {"shared_intermediate_size": 28, "mamba_d_state": 10},
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybrid",
+        FACTORS
+        | {"vocab_size": 47, "hidden_size": 40, "num_key_value_heads": 4, "mamba_n_heads": 4, "mamba_d_state": 6}
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", MAMBA, MAMBA], "mamba_n_groups": 2}
+        | {"num_local_experts": 0, "shared_intermediate_size": 36, "mamba_d_conv": 3, "mamba_conv_bias": False}
+        | {"position_embedding_type": "rope", "rope_parameters": DEFAULT},
+    ),
+}
 TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3")  # the text part of a model for images, too
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
 # Saved as transformers 5 holds experts, [E, ...], and names blocks; the others one by one.
-FUSED = ("qwen3moe-fused", "mixtral-fused", "nemotronh-fused")
+FUSED = ("qwen3moe-fused", "mixtral-fused", "nemotronh-fused", "granitemoeshared-fused")
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +417,7 @@ def _check_all(folder: Path, models: dict[str, Any], size: int, count: int = len
     for name, model in models.items():
         splits = sorted(folder.glob(f"{name}.*.{size}.safetensors"))
         config = model.config  # that of Nemotron-H has experts whether blocks do or not
-        sparse = getattr(config, "num_experts", 0) or hasattr(config, "num_local_experts")
+        sparse = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
         if "nemotron" in name:
             sparse = "moe" in config.layer_types
         assert len(splits) == (3 if sparse else 1)

@@ -127,7 +127,9 @@ def nemotron(**changes: object) -> dict[str, Any]:
 def test_blocks_experts_and_mamba_are_read() -> None:
     config = config_from_dict(nemotron())
     assert config.blocks == ("mamba", "moe", "attention", "mamba", "mlp", "moe")
-    assert config.mamba == Mamba2Shape(heads=4, head_dim=12, groups=2, state_size=10, taps=4, conv_bias=True)
+    assert config.mamba == Mamba2Shape(
+        heads=4, head_dim=12, groups=2, state_size=10, taps=4, conv_bias=True, layers=(0, 3)
+    )
     expected = RoutedExperts(
         count=8,
         per_token=3,

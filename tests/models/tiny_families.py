@@ -10,6 +10,7 @@ from typing import Any
 
 _PLAIN: dict[str, Any] = {"attention_bias": False, "intermediate_size": 48}
 _SPARSE: dict[str, Any] = _PLAIN | {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_FACTORS = {"embedding_multiplier": 12, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm": _SPARSE
     | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True}
@@ -30,6 +31,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "smollm3": _PLAIN
+    | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, "use_sliding_window": True}
+    | {"sliding_window": 6},
+    "olmo2": _PLAIN | {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3": _PLAIN | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 6},
+    "granite": _PLAIN | _FACTORS | {"architectures": ["GraniteForCausalLM"]},
+    "granite-moe": _PLAIN
+    | _FACTORS
+    | {"architectures": ["GraniteMoeSharedForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
+    | {"shared_intermediate_size": 32},
+    "granite-4": _PLAIN
+    | _FACTORS
+    | {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
+    | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
+    | {"mamba_d_state": 10},
     "phi": _PLAIN | {"architectures": ["Phi3ForCausalLM"]},
     "seed": _PLAIN | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": True},
 }

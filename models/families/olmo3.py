@@ -1,0 +1,79 @@
+"""OLMo 2 and 3 (OLMo team 2025): norms behind attention and MLP and none before them, norms of queries and keys over
+all heads; in OLMo 3 sliding windows in three of four layers, with a rotation of their own.
+
+Knows: its config and its checkpoint names. Does not know: layers (llama.py).
+Reference: Olmo2ForCausalLM and Olmo3ForCausalLM of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from models.config import FamilyConfig, ModelConfig, Specs
+from models.families.llama import Llama
+from models.layers.context import ModelContext
+from models.layers.qkv_edit import NormsOverHeads
+from models.layers.rope import given_parameters, rope_from_parameters
+from parallel.layers.shard import HeadShard
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _more(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qk_norms": False}  # not of single heads
+
+
+def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rotation of full layers where others have theirs; that of sliding layers under '_sliding_rope'."""
+    given = given_parameters(config)
+    nested = {kind: given[kind] for kind in (_SLIDING, _FULL) if isinstance(given.get(kind), dict)}
+    theta = {"rope_theta": given.get("rope_theta") or config.get("rope_theta") or 5e5}
+    found = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+    found["rope_parameters"] = {**theta, **(nested.get(_FULL, {"rope_type": "default"}) if nested else given)}
+    found["_sliding_rope"] = {"rope_type": "default", **theta, **nested.get(_SLIDING, {})}
+    return found
+
+
+def _attention(config: Mapping[str, Any], specs: Specs) -> Specs:
+    """A window, even one that hides nothing, goes with the other rotation."""
+    kinds = config.get("layer_types") or [_FULL if (n + 1) % 4 == 0 else _SLIDING for n in range(len(specs))]
+    pairs = zip(specs, kinds, strict=True)
+    return tuple(replace(spec, rope=int(kind == _SLIDING)) for spec, kind in pairs)
+
+
+def _two_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
+    local = rope_from_parameters(config["_sliding_rope"], config["max_position_embeddings"])
+    return {**_more(config), "more_ropes": (local,)}
+
+
+class Olmo2(Llama):
+    family_config: ClassVar[FamilyConfig] = FamilyConfig(eps=1e-5, qk_norms=True, more=_more)
+    pre_norms: ClassVar[bool] = False
+    post_norms: ClassVar[bool] = True
+    checkpoint_names: ClassVar = {
+        **Llama.checkpoint_names,
+        "layers.{}.mixer.edit.q_norm": "model.layers.{}.self_attn.q_norm",
+        "layers.{}.mixer.edit.k_norm": "model.layers.{}.self_attn.k_norm",
+        "layers.{}.mixer_post": "model.layers.{}.post_attention_layernorm",
+        "layers.{}.mlp_post": "model.layers.{}.post_feedforward_layernorm",
+    }
+
+    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+        return NormsOverHeads(heads, config.head_dim, config.rms_norm_eps, context)
+
+
+class Olmo3(Olmo2):
+    family_config: ClassVar[FamilyConfig] = replace(
+        Olmo2.family_config,
+        theta=5e5,
+        window=4096,
+        full_every=4,
+        layer_types=(_FULL, _SLIDING),
+        usual=_usual,
+        attention=_attention,
+        more=_two_ropes,
+    )
