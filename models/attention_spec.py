@@ -15,6 +15,8 @@ class AttentionSpec:
     ``window``: a query at position q sees keys k with q - window < k <= q; None: all up to its own.
     ``softcap``: scores become softcap tanh(scores / softcap) before the mask; None: they stay.
     ``sinks``: each query head has one more score, learned, whose softmax weight meets no value.
+    ``value_norm``: each head's values are normed, without a weight. ``values_are_keys``: there is no projection of
+    values, they are the keys before norm and rotation.
     ``rope``: which of ``ModelConfig.ropes`` rotates queries and keys; None: none does.
     """
 
@@ -25,3 +27,5 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     rope: int | None = 0
+    value_norm: bool = False
+    values_are_keys: bool = False

@@ -19,7 +19,7 @@ from models.block_pattern import BlockKind, Mamba2Shape
 from models.config_keys import unlisted
 from models.config_reader import ConfigReader, Neutral, refuse_others
 from models.layers.delta_config import GatedDeltaShape
-from models.layers.rope import LongRope, Rope, YarnRope, given_parameters, rope_from_parameters
+from models.layers.rope import LongRope, ProportionalRope, Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts
 from models.quantization import Quantization, read_quantization
 
@@ -369,7 +369,8 @@ def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[st
 
 
 def _rotary_dim(config: Mapping[str, Any], rope: Rope, rope_parameters: Mapping[str, Any], head_dim: int) -> int:
-    share = ConfigReader(rope_parameters).number("partial_rotary_factor", 1.0)
+    partial = not isinstance(rope, ProportionalRope)
+    share = ConfigReader(rope_parameters if partial else {}).number("partial_rotary_factor", 1.0)
     if not 0.0 < share <= 1.0:
         raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
     rotary_dim = int(head_dim * share)

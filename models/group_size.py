@@ -35,10 +35,14 @@ def require_legal_size(config: ModelConfig, size: int, *, whole_experts: bool = 
 def legal_sizes(config: ModelConfig, whole_experts: bool) -> list[int]:
     """Every group size that splits the model, ascending."""
     numbers = _divided(config, whole_experts).values()
+    others = {spec.kv_heads for spec in config.attention} - {config.kv_heads}
     return [
         size
         for size in HeadShard.legal_sizes(config.heads, config.kv_heads)
-        if all(number % size == 0 for number in numbers) and _splits_delta(config, size) and _splits_mamba(config, size)
+        if all(size in HeadShard.legal_sizes(config.heads, kv_heads) for kv_heads in others)
+        and all(number % size == 0 for number in numbers)
+        and _splits_delta(config, size)
+        and _splits_mamba(config, size)
     ]
 
 

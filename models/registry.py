@@ -22,6 +22,7 @@ from models.config import (
     token_ids,
 )
 from models.families.gemma3 import Gemma3
+from models.families.gemma4 import Gemma4
 from models.families.glm4_moe import Glm4Moe
 from models.families.gpt_oss import GptOss
 from models.families.granite import Granite, GraniteHybrid, GraniteMoe
@@ -47,6 +48,8 @@ _LONGEST = 1000  # characters of keys in an error
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "Gemma3ForCausalLM": Gemma3,
     "Gemma3ForConditionalGeneration": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeForCausalLM": GraniteMoe,

@@ -64,14 +64,14 @@ def _more(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"more_ropes": (local,)}
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def spellings(name: str) -> tuple[str, ...]:
     """Alone, and as the text part of a model for images, of transformers 5 and 4."""
     inner = name.removeprefix("model.")
     both = f"model.language_model.{inner}" if inner != name else name
     return name, both, f"language_model.{name}"
 
 
-_NAMES: dict[str, str] = {
+NAMES: dict[str, str] = {
     **Llama.checkpoint_names,
     "layers.{}.mixer.q_norm": "model.layers.{}.self_attn.q_norm",
     "layers.{}.mixer.k_norm": "model.layers.{}.self_attn.k_norm",
@@ -100,7 +100,7 @@ class Gemma3(Llama):
     unused_tensors: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     )
-    checkpoint_names: ClassVar = {part: _spellings(name) for part, name in _NAMES.items()}
+    checkpoint_names: ClassVar = {part: spellings(name) for part, name in NAMES.items()}
 
     post_norms: ClassVar[bool] = True
     zero_centred: ClassVar[bool] = True

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models.attention_spec import AttentionSpec
 from models.config import ModelConfig
 from models.layers.attention import Attention
 from models.layers.context import ModelContext
@@ -50,7 +51,9 @@ class Llama(Decoder):
         vocabulary, hidden = config.vocab_size, config.hidden_size
         specs = [config.attention_of(number) for number in range(config.layers)]
         unrotated = any(spec.rope is None for spec in specs)
-        self.tables = rotary_tables(config.ropes, config.rotary_dim, config.max_length, unrotated=unrotated)
+        parts = {spec.rope: config.rotary_dim * spec.head_dim // config.head_dim for spec in specs}
+        dims = [parts.get(number, config.rotary_dim) for number in range(len(config.ropes))]
+        self.tables = rotary_tables(config.ropes, dims, config.max_length, unrotated=unrotated)
         self.cos_sin_LR = self.tables[0]
         self.embedding = VocabParallelEmbedding(vocabulary, hidden, context, self._embedding_scale(config, context))
         self.layers = nn.ModuleList(self._layer(config, context, number) for number in range(config.layers))
@@ -95,10 +98,12 @@ class Llama(Decoder):
             qkv_bias=config.attention_bias,
             output_bias=config.output_bias,
             spec=spec,
-            edit=self._edit(config, context, HeadShard(config.heads, spec.kv_heads, context.rank, context.size)),
+            edit=self._edit(config, context, HeadShard(config.heads, spec.kv_heads, context.rank, context.size), spec),
         )
 
-    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+    def _edit(
+        self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec
+    ) -> nn.Module | None:
         """Of queries and keys, before they are rotated."""
         return None
 

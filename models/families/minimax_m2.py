@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models.attention_spec import AttentionSpec
 from models.config import FamilyConfig, ModelConfig
 from models.config_reader import ConfigReader
 from models.families.llama import Llama
@@ -78,5 +79,7 @@ class MiniMaxM2(Llama):
         ),
     }
 
-    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+    def _edit(
+        self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec
+    ) -> nn.Module | None:
         return NormsOverHeads(heads, config.head_dim, config.rms_norm_eps, context)

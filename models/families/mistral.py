@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models.attention_spec import AttentionSpec
 from models.config import FamilyConfig, ModelConfig, architecture_of
 from models.config_reader import ConfigReader, text_part
 from models.families.llama import Llama
@@ -70,7 +71,9 @@ class Mistral(Llama):
         f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
     )
 
-    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+    def _edit(
+        self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec
+    ) -> nn.Module | None:
         if config.query_scale is None:
             return None
         if not hasattr(self, "factors_L"):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from models.attention_spec import AttentionSpec
 from models.config import FamilyConfig, ModelConfig, Specs
 from models.families.llama import Llama
 from models.layers.context import ModelContext
@@ -62,7 +63,9 @@ class Olmo2(Llama):
         "layers.{}.mlp_post": "model.layers.{}.post_feedforward_layernorm",
     }
 
-    def _edit(self, config: ModelConfig, context: ModelContext, heads: HeadShard) -> nn.Module | None:
+    def _edit(
+        self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec
+    ) -> nn.Module | None:
         return NormsOverHeads(heads, config.head_dim, config.rms_norm_eps, context)
 
 

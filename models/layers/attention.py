@@ -7,6 +7,8 @@ Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -70,7 +72,7 @@ class Attention(Mixer[Tensor]):
         self.head_dim, self.kv_dtype = dim, context.kv_dtype or context.dtype
         self.scale, self.window = spec.scale, spec.window
         self.norm = norm
-        packed = GatedQKVParallel if output_gate else QKVParallel
+        packed = GatedQKVParallel if output_gate else partial(QKVParallel, values=not spec.values_are_keys)
         self.qkv = packed(hidden, config.heads, spec.kv_heads, dim, context, bias=qkv_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -85,6 +87,11 @@ class Attention(Mixer[Tensor]):
         self.kind = PLAIN
         if spec.window is not None or spec.softcap is not None or self.sinks is not None:
             self.kind = AttentionKind(spec.window, spec.softcap, None if self.sinks is None else self.sinks.sinks_H)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(query heads, kv heads) of this rank, head_dim"""
+        return self.heads, self.kv_heads, self.head_dim
 
     @property
     def cache(self) -> Planes:

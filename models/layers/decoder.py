@@ -30,7 +30,7 @@ from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
-from parallel.layers.shard import Shard, VocabShard
+from parallel.layers.shard import Shard, ShardedModule, VocabShard, whole
 
 # Of (x, residual), the latter None where there is none: both again, with what this half of a layer adds as the new x.
 Half = Callable[[Tensor | PendingAllReduce, Tensor | None], tuple[Tensor | PendingAllReduce, Tensor]]
@@ -41,7 +41,8 @@ class DecoderLayer(nn.Module):
     """x += mixer(norm(x)); x += mlp(norm(x)), with each addition left to the norm that follows it.
 
     Either half may be None: there are families whose blocks have one of the two. Raises ValueError without both.
-    ``mixer_post``, ``mlp_post``: norms of what a half adds (sandwich norms).
+    ``mixer_post``, ``mlp_post``: norms of what a half adds (sandwich norms). ``scalar`` multiplies the layer's result,
+    residual stream included; together with ``mlp_post``.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class DecoderLayer(nn.Module):
         *,
         mixer_post: RMSNorm | None = None,
         mlp_post: RMSNorm | None = None,
+        scalar: LayerScalar | None = None,
     ) -> None:
         super().__init__()
+        self.scalar = scalar
         self.mixer_post, self.mlp_post = mixer_post, mlp_post
         if mixer is None and mlp is None:
             raise ValueError("a layer without mixer and MLP does nothing")
@@ -86,6 +89,23 @@ class DecoderLayer(nn.Module):
             yield _before(self.mlp_post, lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows))
         elif mlp is not None:
             yield _before(self.mlp_post, mlp)
+        if self.scalar is not None:
+            yield self.scalar
+
+
+class LayerScalar(ShardedModule):
+    """One number [1], times the residual stream (Gemma 4)."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.scalar_1 = context.parameter(1)
+
+    def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of a norm's result and the stream that it is still to be added to."""
+        return cast(Tensor, x_TN) * self.scalar_1, cast(Tensor, residual_TN) * self.scalar_1
+
+    def shards(self) -> dict[str, Shard]:
+        return {"layer_scalar": whole(self.scalar_1, centre=1.0)}
 
 
 def _before(post: RMSNorm | None, half: Half) -> Half:
@@ -168,10 +188,11 @@ class Decoder(CheckpointParts):
         layer only the wanted tokens are read, a few of a prefill: the rest of it is not computed. ``tap`` holds the
         residual streams of all T tokens after its layers afterwards; with one, the last layer is computed whole.
         """
-        inputs = self._with_real_tokens(self._with_prefill_plan(inputs, caches), caches)
+        inputs = self._with_real_tokens(inputs, caches)
+        plans = {shape: self._with_prefill_plan(inputs, *found, caches) for shape, found in self._shapes.items()}
         planned = {
-            alike: self._planned(inputs.of_group(self.cache_layout.group_of(found[0])), *found, caches)
-            for alike, found in self._attentions.items()
+            alike: self._planned(plans[mixer.shape].of_group(self.cache_layout.group_of(number)), number, mixer, caches)
+            for alike, (number, mixer) in self._attentions.items()
         }
         x_TN: Tensor | PendingAllReduce = self.embedding(inputs.token_ids_T)
         residual_TN: Tensor | None = None  # nothing to add before the first layer
@@ -222,18 +243,19 @@ class Decoder(CheckpointParts):
     def repeat_prefill(
         self, page_table_BP: Tensor, max_tokens: int, caches: Sequence[CacheView]
     ) -> RepeatedPrefill | None:
-        """Prefill attention for captured steps (Ops.repeat_prefill); None where they cannot be, or none attends."""
-        if (found := self._first_attention) is None:
+        """Prefill attention for captured steps (Ops.repeat_prefill); None where they cannot be, or none attends, or
+        layers do so in several shapes, which have a plan each."""
+        if len(self._shapes) != 1:
             return None
-        number, attention = found
+        ((number, attention),) = self._shapes.values()
         kv_layer = cast(Tensor, caches[number])
         return self.kernels.repeat_prefill(page_table_BP, max_tokens, attention.heads, kv_layer)
 
     def splits_chunks(self, caches: Sequence[CacheView]) -> bool:
         """Whether captured steps can split the keys of short chunks (Ops.splits_chunks)."""
-        if (found := self._first_attention) is None:
+        if len(self._shapes) != 1:
             return False
-        number, attention = found
+        ((number, attention),) = self._shapes.values()
         return self.kernels.splits_chunks(attention.heads, cast(Tensor, caches[number]))
 
     @cached_property
@@ -252,13 +274,10 @@ class Decoder(CheckpointParts):
         return found
 
     @cached_property
-    def _first_attention(self) -> tuple[int, Attention] | None:
-        """One plan of prefill serves all layers of attention, so their shapes must be those of the first."""
-        found = list(self._attentions.values())
-        shapes = {(mixer.heads, mixer.kv_heads, mixer.head_dim) for _, mixer in found}
-        if len(shapes) > 1:
-            raise NotImplementedError(f"layers of attention with different (query heads, kv heads, head_dim): {shapes}")
-        return found[0] if found else None
+    def _shapes(self) -> dict[tuple[int, int, int], tuple[int, Attention]]:
+        """The first layer of each shape of attention, with its number: one plan of prefill serves those of a shape."""
+        found = reversed(self._attentions.values())
+        return {mixer.shape: (number, mixer) for number, mixer in found}
 
     @property
     def last_layer_asks_alone(self) -> bool:
@@ -286,14 +305,14 @@ class Decoder(CheckpointParts):
         """All ranks' logits [R, V] on every rank, from each rank's ``logits``. One all-gather."""
         return gather_logits(local_RV, self.config.vocab_size, self.collectives)
 
-    def _with_prefill_plan(self, inputs: StepInputs, caches: Sequence[CacheView]) -> StepInputs:
-        """With what all layers of attention share of a step's prefill; where it is there already, as it was."""
+    def _with_prefill_plan(
+        self, inputs: StepInputs, number: int, mixer: Attention, caches: Sequence[CacheView]
+    ) -> StepInputs:
+        """With what layers of attention of one shape share of a step's prefill, unless it is there already."""
         attention = inputs.attention
         prefill = attention.prefill if isinstance(attention, MixedAttention) else attention
-        found = self._first_attention
-        if found is None or isinstance(prefill, DecodeAttention) or prefill.planned is not None:
+        if isinstance(prefill, DecodeAttention) or prefill.planned is not None:
             return inputs
-        number, mixer = found
         prefill = self.kernels.plan_prefill(prefill, mixer.heads, cast(Tensor, caches[number]))
         if isinstance(attention, MixedAttention):
             return replace(inputs, attention=MixedAttention(attention.decode, prefill))

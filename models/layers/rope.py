@@ -80,6 +80,21 @@ class LinearRope:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalRope:
+    """Gemma 4: the first ``share`` of pairs rotate, those of the other dims have frequency 0; divided by ``factor``."""
+
+    theta: float
+    share: float
+    factor: float
+    attention_factor: float = 1.0
+
+    def frequencies(self, rotary_dim: int) -> Tensor:
+        found = _base_frequencies(self.theta, rotary_dim) / self.factor
+        found[int(self.share * rotary_dim // 2) :] = 0.0
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Rope:
     """Llama 3.1: wavelengths beyond the original context are divided by ``factor``, short ones kept, a ramp between."""
 
@@ -177,9 +192,12 @@ def rope_from_parameters(parameters: Mapping[str, Any], max_positions: int) -> R
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     readers: dict[Any, Callable[[float, dict[str, Any], int], Rope]]
     readers = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+    readers["proportional"] = _proportional
     if not isinstance(kind, str) or kind not in readers:
         raise ValueError(f"rope type {kind!r} is not supported; supported types are {', '.join(sorted(readers))}")
     unused = {key: value for key, value in parameters.items() if key not in _LAYOUT_KEYS and value is not None}
+    if kind == "proportional":  # whose share is none of the leading dims
+        unused["partial_rotary_factor"] = parameters.get("partial_rotary_factor") or 1.0
     try:
         rope = readers[kind](_positive(dict(parameters), "rope_theta"), unused, max_positions)
     except KeyError as missing:
@@ -217,6 +235,13 @@ def _default(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
 
 def _linear(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
     return LinearRope(theta, _positive(keys, "factor"))
+
+
+def _proportional(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
+    share = _positive(keys, "partial_rotary_factor")
+    if share > 1:
+        raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
+    return ProportionalRope(theta, share, _positive(keys, "factor", 1.0))
 
 
 def _llama3(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
@@ -293,9 +318,13 @@ def cos_sin_cache(rope: Rope, rotary_dim: int, length: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
 
 
-def rotary_tables(ropes: Sequence[Rope], rotary_dim: int, length: int, *, unrotated: bool) -> dict[int | None, Tensor]:
-    """cos_sin_cache of each rope by its index; under None, where asked for, that of layers without rotation."""
-    tables: dict[int | None, Tensor] = {n: cos_sin_cache(rope, rotary_dim, length) for n, rope in enumerate(ropes)}
+def rotary_tables(
+    ropes: Sequence[Rope], dims: Sequence[int], length: int, *, unrotated: bool
+) -> dict[int | None, Tensor]:
+    """cos_sin_cache of each rope, for as many dims, by its index; under None, where asked for, that of layers without
+    rotation."""
+    pairs = enumerate(zip(ropes, dims, strict=True))
+    tables: dict[int | None, Tensor] = {n: cos_sin_cache(rope, dim, length) for n, (rope, dim) in pairs}
     return {**tables, None: unrotated_cache(length)} if unrotated else tables
 
 

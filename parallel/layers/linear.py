@@ -91,20 +91,28 @@ class GateUpParallel(StackedColumns):
 
 
 class QKVParallel(StackedColumns):
-    """Query, key and value projections: [T, N] -> [T, (heads + 2 * kv_heads) of this rank * D], packed q | k | v.
+    """Query, key and value projections: [T, N] -> [T, (heads + 2 * kv_heads) of this rank * D], packed q | k | v;
+    without ``values`` q | k.
 
     Raises ValueError where the heads cannot be split (see HeadShard).
     """
 
     def __init__(
-        self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: ShardContext, bias: bool = False
+        self,
+        inputs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        placement: ShardContext,
+        bias: bool = False,
+        *,
+        values: bool = True,
     ) -> None:
         shard = HeadShard(heads, kv_heads, placement.rank, placement.size)
         kv_rows = (kv_heads * head_dim, shard.first_kv_head * head_dim, shard.local_kv_heads * head_dim)
         pieces = [
             Rows("q.", heads * head_dim, shard.first_head * head_dim, shard.local_heads * head_dim),
-            Rows("k.", *kv_rows),
-            Rows("v.", *kv_rows),
+            *(Rows(part, *kv_rows) for part in ("k.", "v.")[: 1 + values]),
         ]
         super().__init__(inputs, pieces, placement, bias)
         self.heads = shard

@@ -318,7 +318,33 @@ MODELS |= {
         | {"position_embedding_type": "rope", "rope_parameters": DEFAULT},
     ),
 }
-TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3")  # the text part of a model for images, too
+"""Full layers with heads of another size and number, and with keys for values in the first of both."""
+GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "final_logit_softcapping": 2.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.3},
+        "sliding_attention": DEFAULT,
+    },
+}
+MODELS |= {
+    "gemma4": (
+        "Gemma4",
+        GEMMA4
+        | {"vocab_size": 73, "hidden_size": 28, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
+        | {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    "gemma4-values": (
+        "Gemma4",
+        GEMMA4
+        | {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 4, "head_dim": 14}
+        | {"global_head_dim": 20, "tie_word_embeddings": False, "final_logit_softcapping": None},
+    ),
+}
+TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4")  # the text part of a model for images, too
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")

@@ -46,6 +46,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
     | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
     | {"mamba_d_state": 10},
+    "gemma4": _PLAIN
+    | {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 6, "hidden_size_per_layer_input": 0}
+    | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16, "attention_k_eq_v": True}
+    | {"num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        }
+    },
     "phi": _PLAIN | {"architectures": ["Phi3ForCausalLM"]},
     "seed": _PLAIN | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": True},
 }
