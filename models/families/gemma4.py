@@ -85,10 +85,13 @@ def _attention(config: Mapping[str, Any], specs: Specs) -> Specs:
             f"'num_attention_heads' {heads} is no multiple of 'num_global_key_value_heads' {kv_heads}, or "
             f"'global_head_dim' {dim} is odd"
         )
-    full = {"kv_heads": kv_heads, "head_dim": dim, "values_are_keys": read.flag("attention_k_eq_v"), "rope": 0}
+    keys_alone = read.flag("attention_k_eq_v")
     kinds = zip(specs, config["layer_types"], strict=True)
     return tuple(
-        replace(spec, scale=1.0, value_norm=True, **(full if kind == _FULL else {"rope": 1})) for spec, kind in kinds
+        replace(spec, scale=1.0, value_norm=True, kv_heads=kv_heads, head_dim=dim, values_are_keys=keys_alone)
+        if kind == _FULL
+        else replace(spec, scale=1.0, value_norm=True, rope=1)
+        for spec, kind in kinds
     )
 
 

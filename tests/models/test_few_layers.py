@@ -36,7 +36,7 @@ def called(model: Decoder) -> list[int]:
     try:
         fields = {"token_ids_T": torch.zeros(2, dtype=torch.int64), "logit_rows_R": None}
         inputs = type("Inputs", (), {**fields, "of_group": lambda self, number: self})()
-        model._with_prefill_plan = lambda inputs, caches: inputs  # type: ignore[method-assign]
+        model._with_prefill_plan = lambda inputs, *rest: inputs  # type: ignore[method-assign]
         model._planned = lambda inputs, *rest: inputs  # type: ignore[method-assign]
         model._whole_last_layer = lambda: True  # type: ignore[method-assign]
         Decoder.forward(model, inputs, [torch.empty(0)] * len(kept))
