@@ -119,7 +119,7 @@ class Gemma4(Gemma3):
             "hidden_activation": (("gelu_pytorch_tanh",), "another activation"),
             "hidden_size_per_layer_input": ((0,), "embeddings of each layer, as of E2B and E4B"),
             "num_kv_shared_layers": ((0,), "layers that read the KV cache of another one, as of E2B and E4B"),
-            "enable_moe_block": ((False,), "experts beside the MLP, as of 26B-A4B"),
+            "enable_moe_block": ((False,), "experts next to the MLP, as of 26B-A4B"),
             "use_bidirectional_attention": (("vision",), "attention to later tokens"),
         },
         usual=_usual,

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (OLMo team 2025): norms behind attention and MLP and none before them, norms of queries and keys over
-all heads; in OLMo 3 sliding windows in three of four layers, with a rotation of their own.
+"""OLMo 2 and 3 (OLMo team 2025): norms after attention and MLP and none before them, norms of queries and keys over
+all heads; in OLMo 3 sliding windows in three of four layers, which have another rotation.
 
 Knows: its config and its checkpoint names. Does not know: layers (llama.py).
 Reference: Olmo2ForCausalLM and Olmo3ForCausalLM of transformers 5.23.
