@@ -129,11 +129,10 @@ class Grammars:
     def _compiled_matcher(self, grammar: str) -> Any:
         tokens, made = self._tokens, library()
         matcher = made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()
-        if first.is_error() or (first.is_stopped() and not first.is_accepting()):
-            why = first.get_error().split("\n")[0] or "no text is allowed"
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            why = matcher.get_error().split("\n")[0] or "no text is allowed"
             raise GrammarError(" ".join(why.split()))
         return matcher
 

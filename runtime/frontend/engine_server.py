@@ -209,8 +209,9 @@ class EngineServer:
         if self._draining is not None:
             self._refuse(link, order, "draining: the server is shutting down")
             return
-        if self._client.not_begun >= self._max_queued:
-            self._refuse(link, order, f"queue full: {self._max_queued} requests wait already")
+        waiting = self._client.not_begun
+        if waiting + order.sampling.n > self._max_queued:
+            self._refuse(link, order, f"queue full: {waiting} of {self._max_queued} requests wait already")
             return
         try:
             prompt = unpack_ids(order.prompt)

@@ -21,6 +21,7 @@ from runtime.grammar import GrammarError, library
 MOST_TEXT: Final = 1 << 16  # characters of a schema, regular expression or grammar, or of all choices
 MOST_DEPTH: Final = 32
 MOST_PROPERTIES: Final = 1000
+MOST_OPTIONAL: Final = 400  # properties of one object that are not required: any of them may be next
 MOST_REPEATS: Final = 1 << 14  # characters, items or properties that a schema counts
 FORMATS: Final = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -265,6 +266,10 @@ class _Schema:
                 self._properties += len(value)
                 if self._properties > MOST_PROPERTIES:
                     raise _refused(here, f"is one property more than {MOST_PROPERTIES} of the whole schema")
+                required = schema["required"] if isinstance(schema.get("required"), list) else []
+                optional = value.keys() - {name for name in required if isinstance(name, str)}
+                if keyword == "properties" and len(optional) > MOST_OPTIONAL:
+                    raise _refused(here, f"has more than {MOST_OPTIONAL} properties that are not required")
                 value = {name: self.checked(one, f"{here}.{name}", depth + 1) for name, one in value.items()}
             elif keyword in _LISTS:
                 if not isinstance(value, list) or not value:

@@ -1,6 +1,7 @@
 """What rows with a grammar cost other rows, and themselves: `python -m tests.bench.grammar_rows MODEL [--rows 64]`.
 
-Prints milliseconds a token of free rows and of rows with a grammar: none, one and all of ``--rows`` have one.
+Prints milliseconds a token of free rows and of rows with a grammar: none, one and all of ``--rows`` have one; what a
+mask costs, and the time until a tool's schema of 20 properties has its first mask.
 """
 
 from __future__ import annotations
@@ -8,10 +9,22 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from statistics import median
+from time import perf_counter
 
 from lockstride import EngineClient, EngineConfig, PromptRequest, SamplingParams, open_engine, structured
 
 TOKENS = 200
+
+
+def schema(properties: int) -> dict[str, object]:
+    kinds = (
+        {"type": "string"},
+        {"type": "integer"},
+        {"enum": ["a", "b"]},
+        {"type": "array", "items": {"type": "number"}},
+    )
+    named = {f"property_{i}": kinds[i % 4] for i in range(properties)}
+    return {"type": "object", "properties": named, "required": [*named], "additionalProperties": False}
 
 
 def main() -> None:
@@ -21,10 +34,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
     grammar = structured(json={"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 500})
-    with open_engine(EngineConfig(model=asked.model, device=asked.device, max_num_seqs=asked.rows)) as engine:
+    config = EngineConfig(
+        model=asked.model, device=asked.device, max_num_seqs=asked.rows, warm=("greedy", "random", "constrained")
+    )
+    with open_engine(config) as engine:
         client = EngineClient(engine)
         for constrained in (0, 0, 1, asked.rows):  # the first of them warms up
-            at: dict[int, list[float]] = defaultdict(list)
+            before, at = dict(engine.counters), defaultdict[int, list[float]](list)
             for row in range(asked.rows):
                 own = grammar if row < constrained else ""
                 sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, seed=row, grammar=own)
@@ -36,7 +52,18 @@ def main() -> None:
             each = [1e3 * (times[-1] - times[0]) / (TOKENS - 1) for _, times in sorted(at.items())]
             free, others = each[constrained:], each[:constrained]
             shown = [f"{name} {median(ms):.3f} ms" for name, ms in (("free", free), ("grammar", others)) if ms]
-            print(f"{constrained} of {asked.rows} rows have a grammar: {', '.join(shown)} a token", flush=True)
+            gained = {name: engine.counters[name] - before[name] for name in before if name.startswith("grammar_")}
+            mask = 1e6 * gained["grammar_mask_seconds"] / (gained["grammar_masks"] or 1)
+            print(
+                f"{constrained} of {asked.rows} rows have a grammar: {', '.join(shown)} a token, {mask:.0f} us a mask"
+            )
+        began = perf_counter()
+        client.submit(PromptRequest([5], SamplingParams(max_tokens=1, grammar=structured(json=schema(20)))))
+        compiled = perf_counter()  # the client waits for its own compiler, then the engine's thread for the rank's
+        while client.live:
+            client.turn()
+        waited = engine.counters["grammar_wait_seconds"]
+        print(f"20 properties: {1e3 * (compiled - began):.1f} ms to compile, all waits of steps {1e3 * waited:.1f} ms")
         client.close()
 
 

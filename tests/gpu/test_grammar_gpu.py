@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from runtime.build import warm_variants
+from runtime.execute.device.cuda import CudaDevice
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
 from tests.runtime.engine import test_grammar as on_cpu
-from tests.runtime.engine.rig import run
+from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import outcome
+from tests.runtime.engine.test_grammar_masks import grammars_change_no_bit
 
 pytestmark = pytest.mark.gpu
+
+if torch.cuda.is_available():
+    from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels
 
 OVER = SHAPE | on_cpu.SHAPE
 
@@ -37,3 +45,18 @@ def test_a_row_gains_one_token_of_a_draft_window() -> None:
     with gpu_rig(depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, proposer=proposer, speculation=rule) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["spec_num_accepted_tokens"] > 0
+
+
+def test_in_the_deterministic_mode_they_are_their_own_in_every_bit() -> None:
+    device, kernels = CudaDevice(torch.device("cuda:0")), invariant_nvidia_kernels("cuda")
+    grammars_change_no_bit(
+        partial(rig, device=device, kernels=kernels, shape=OVER, dtype=torch.bfloat16, block_size=16)
+    )
+
+
+def test_a_warm_grammar_captures_nothing_late() -> None:
+    requests = on_cpu.mixture(logprobs=None)
+    variants = warm_variants(("greedy", "constrained"), 1)
+    with gpu_rig("triton", depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, variants=variants) as engine:
+        on_cpu.check(requests, run(engine, requests))
+        assert engine.counters["graph_captures_after_warmup"] == 0

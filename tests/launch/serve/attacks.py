@@ -30,6 +30,7 @@ from tests.launch.serve.soak import ROOT, reply, request
 
 MIB = 1 << 20
 PROMISES = {"health_s": 1.0, "gap_s": 1.0, "body_s": 8.0, "api_mib": 200.0, "rank_mib": 200.0}
+GAP_RISE_MS = 50.0  # of the 99th percentile of a stream's waits, by schemas
 OUTAGE_S = 40.0  # in which an API process that hangs or dies is replaced: others wait that long
 BODIES_MIB = 300.0  # of all bodies that are not decoded yet
 SECONDS = 10.0  # of an attack that does not end by itself
@@ -151,6 +152,46 @@ bodies("as many token ids as are possible", "/v1/completions", filled(b'{"prompt
 bodies("as many lists as are possible", "/v1/completions", filled(b'{"prompt":[', b"[],", b"[]]}", 3 * 61_000))
 
 
+def nested(keyword: str, depth: int) -> Any:
+    schema: Any = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for _ in range(depth):
+        schema = {keyword: [schema, {"type": "object", "additionalProperties": schema}]}
+    return schema
+
+
+def hostile_forms(at: int) -> list[dict[str, Any]]:
+    """Each costs much to compile, or at each token, or must be refused. ``at``: no two calls give the same grammar."""
+    many = {f"p{i}": {"type": "string", "pattern": f"^(a|b){{{i % 50}}}$"} for i in range(900)}
+    most = {name: many[name] for name in [*many][:400]}
+    cycle = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+    tree = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "string"}, {"type": "number"}]}
+    schemas = [
+        nested("oneOf", 9), nested("anyOf", 9), nested("allOf", 9), tree,
+        {"type": "object", "properties": many}, {"type": "object", "properties": most},
+        {"type": "string", "minLength": 16384 - at},
+        {"type": "array", "items": nested("anyOf", 3), "minItems": 16384 - at}, {"$ref": "#/$defs/a", "$defs": cycle},
+        {"enum": [f"{at}\0" * 50, "\0"]}, {"enum": [f"{at}{i:07d}" for i in range(4000)]},
+    ]  # fmt: skip
+    regexes = ["(a{1,1000}){1,1000}", "a{1,100000}", "(.*a){30}", "(a|aa)*b(a|aa)*", "(x+x+)+y"]
+    texts = ['start: e\ne: e e | "a"', "start: a\na: b b b b\nb: c*\nc: /x*/ c?", f"start: /(.|\\n)*{'a.?' * 99}/"]
+    forms: list[dict[str, Any]] = [{"json": {**one, "title": str(at)}} for one in schemas]
+    return [*forms, *({"regex": f"{at}|{one}"} for one in regexes), *({"grammar": f"{one}\n// {at}"} for one in texts)]
+
+
+@attack("hostile schemas, six at a time")
+async def schemas(server: Server) -> str:
+    """None may be a 500, or keep others waiting: its compiler has a thread of its own, and its work is counted."""
+    seats, found = asyncio.Semaphore(6), dict[str, int]()
+
+    async def one(form: dict[str, Any]) -> None:
+        async with seats:
+            said = await server.ask("/v1/completions", {"prompt": "a", "max_tokens": 16, "structured_outputs": form})
+        found[said[:3]] = found.get(said[:3], 0) + 1
+
+    await asyncio.gather(*(one(form) for at in range(2) for form in hostile_forms(at)))
+    return ", ".join(f"{count} times {status}" for status, count in sorted(found.items()))
+
+
 @attack("trailers without an end, before any key")
 async def trailers(server: Server) -> str:
     reader, writer = await server.connect()
@@ -256,6 +297,12 @@ class Others:
 
     server: Server
     longest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("health_s", "gap_s", "body_s"), 0.0))
+    gaps: list[float] = field(default_factory=list)
+
+    def gap_p99_ms(self) -> float:
+        """Of the stream's waits since the last call."""
+        waits, self.gaps = sorted(self.gaps), []
+        return 1e3 * waits[int(0.99 * (len(waits) - 1))]
 
     async def note(self, what: str, made: Awaitable[Any]) -> Any:
         began = time.monotonic()
@@ -263,6 +310,8 @@ class Others:
             return await made
         finally:
             self.longest[what] = max(self.longest[what], time.monotonic() - began)
+            if what == "gap_s":
+                self.gaps.append(time.monotonic() - began)
 
     async def probe(self) -> None:
         while True:
@@ -342,10 +391,16 @@ async def measure(server: Server, name: str) -> dict[str, Any]:
         for who, pid in before.items():
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
             held[who] = memory(pid, "VmRSS")
+        if "schemas" in name:
+            await asyncio.sleep(SECONDS)
+        quiet = others.gap_p99_ms()
         answer = await ATTACKS[name](server)
+        risen = others.gap_p99_ms() - quiet
         await asyncio.sleep(1.0)
         peaks = {who: memory(pid, "VmHWM") - held[who] for who, pid in before.items() if Path(f"/proc/{pid}").exists()}
     row: dict[str, Any] = {"attack": name, **{what: round(value, 2) for what, value in others.longest.items()}}
+    if "schemas" in name:
+        row |= {"gap_p99_ms": round(quiet, 1), "gap_p99_rise_ms": round(risen, 1)}
     return {**row, **{f"{who}_mib": round(peak) for who, peak in peaks.items()}, "answer": answer}
 
 
@@ -361,6 +416,8 @@ async def run(chosen: list[str], ranks: int) -> list[dict[str, Any]]:
 
 def promised(name: str) -> dict[str, float]:
     """The bounds of an attack's row."""
+    if "schemas" in name:
+        return PROMISES | {"gap_p99_rise_ms": GAP_RISE_MS}
     if "API process" in name:
         return PROMISES | dict.fromkeys(("health_s", "gap_s", "body_s"), OUTAGE_S)
     return PROMISES | {"api_mib": BODIES_MIB} if "twenty bodies" in name else PROMISES

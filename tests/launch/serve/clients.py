@@ -22,6 +22,17 @@ from tests.launch.serve import soak
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 900.0
 
+# What a model without sense can fill in within few tokens.
+PERSON = """
+from typing import Literal
+import pydantic
+
+class Person(pydantic.BaseModel):
+    name: Literal["Ann", "Bob"]
+    age: int = pydantic.Field(ge=0, le=99)
+
+WHO = [{"role": "user", "content": "who?"}]
+"""
 OPENAI = """
 import openai
 url = URL + "/v1"
@@ -39,6 +50,25 @@ for error, body in ((openai.NotFoundError, dict(model="x")), (openai.BadRequestE
         raise SystemExit("no error")
     except error:
         pass
+asked = dict(model="demo", messages=WHO, temperature=2, max_tokens=400)
+parsed = client.chat.completions.parse(**asked, response_format=Person).choices[0].message.parsed
+assert isinstance(parsed, Person), parsed
+tools = [openai.pydantic_function_tool(Person)]
+for choice in ("required", {"type": "function", "function": {"name": "Person"}}):
+    (call,) = client.chat.completions.parse(
+        **asked, tools=tools, tool_choice=choice, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Person), call
+    with client.chat.completions.stream(**asked, tools=tools, tool_choice=choice, parallel_tool_calls=False) as events:
+        for event in events:
+            pass
+        (call,) = events.get_final_completion().choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Person), call
+with client.chat.completions.stream(**asked, response_format=Person) as events:
+    for event in events:
+        pass
+    assert isinstance(events.get_final_completion().choices[0].message.parsed, Person)
+answer = client.responses.parse(model="demo", input="who?", temperature=2, max_output_tokens=400, text_format=Person)
+assert isinstance(answer.output_parsed, Person), answer
 """
 LITELLM = """
 import os
@@ -51,6 +81,9 @@ for provider in ("openai", "hosted_vllm"):
     pieces = [c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True)]
     assert "".join(pieces) == whole.choices[0].message.content, pieces
     assert whole.usage.completion_tokens == 8
+    asked |= dict(messages=WHO, max_tokens=400, temperature=2)
+    formed = litellm.completion(**asked, response_format=Person)
+    assert Person.model_validate_json(formed.choices[0].message.content)
 """
 LANGCHAIN = """
 from langchain_openai import ChatOpenAI
@@ -60,6 +93,17 @@ pieces = list(model.stream("a queue"))
 assert "".join(piece.content for piece in pieces) == whole.content
 assert whole.usage_metadata["output_tokens"] == 8
 assert [piece.usage_metadata for piece in pieces if piece.usage_metadata][-1]["output_tokens"] == 8
+model = ChatOpenAI(model="demo", base_url=URL + "/v1", api_key="none", max_tokens=400, temperature=2)
+for method in ("json_schema", "function_calling"):
+    assert isinstance(model.with_structured_output(Person, method=method).invoke("who?"), Person), method
+"""
+INSTRUCTOR = """
+import instructor, openai
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+    client = instructor.from_openai(openai.OpenAI(base_url=URL + "/v1", api_key="none"), mode=mode)
+    found = client.chat.completions.create(
+        model="demo", messages=WHO, response_model=Person, temperature=2, max_tokens=400, max_retries=0)
+    assert isinstance(found, Person), found
 """
 LM_EVAL = """
 import json, math, pathlib, subprocess, sys, tempfile
@@ -170,10 +214,11 @@ class RealClient:
 
 
 CLIENTS = {
-    "openai2": RealClient(("openai==2.54.0",), OPENAI),
-    "openai3": RealClient(("openai==3.54.0",), OPENAI),
-    "litellm": RealClient(("litellm==1.106.2",), LITELLM),
-    "langchain": RealClient(("langchain-openai==1.7.3",), LANGCHAIN),
+    "openai2": RealClient(("openai==2.54.0",), PERSON + OPENAI),
+    "openai3": RealClient(("openai==3.54.0",), PERSON + OPENAI),
+    "litellm": RealClient(("litellm==1.106.2",), PERSON + LITELLM),
+    "langchain": RealClient(("langchain-openai==1.7.3",), PERSON + LANGCHAIN),
+    "instructor": RealClient(("instructor==1.17.0",), PERSON + INSTRUCTOR),
     "lmeval": RealClient(("lm-eval[api]==0.4.13", "transformers"), LM_EVAL),
     "guidellm": RealClient(("torch", "guidellm==0.8.1"), GUIDELLM),
     "aiperf": RealClient(("aiperf==0.13.0",), AIPERF),
@@ -236,7 +281,8 @@ def close_to_transformers(output: str) -> None:
 async def run(names: list[str], folder: Path) -> dict[str, str]:
     """What became of each. The server must be at rest after each of them."""
     told = {}
-    async with soak.target("real", "--served-model-name", "demo") as server:
+    formats = "--tool-call-parser", "hermes"  # the model's template has none
+    async with soak.target("real", "--served-model-name", "demo", *formats) as server:
         for name in names:
             client = CLIENTS[name]
             python = await asyncio.to_thread(venv, folder / name, client)

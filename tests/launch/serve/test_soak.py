@@ -21,7 +21,7 @@ def test_requests_aborts_and_broken_bytes_leave_nothing_behind() -> None:
     ended = told["overload"]["outcomes"]
     assert min(ended["200"], ended["503"]) > 0
     assert (ended["200"] + ended["503"], ended["probes"] > 0) == (120, True)
-    assert ended["most waiting"] < 40 + 12, "the last one that is let in has 12 answers"
+    assert ended["most waiting"] <= 40
 
 
 @pytest.mark.slow

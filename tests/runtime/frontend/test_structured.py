@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from runtime.frontend.structured import (
     FORMATS,
     MOST_DEPTH,
+    MOST_OPTIONAL,
     MOST_PROPERTIES,
     MOST_TEXT,
     REFUSED_KEYWORDS,
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.slow
 TOKENIZER = small_tokenizers.byte_level()
 EOS, VOCABULARY = 0, 360
 MARKS = "<think>", "</think>"
+MANY: dict[str, Any] = {f"p{i}": {} for i in range(MOST_OPTIONAL + 1)}
 GRAMMARS = Grammars(TOKENIZER.to_json, VOCABULARY, (EOS,))
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -223,6 +225,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"json": 5}, "json is 5, but must be a schema"),
     ({"json": {"enum": ["x" * MOST_TEXT]}}, "characters, but may have"),
     ({"json": {"properties": {str(i): {} for i in range(MOST_PROPERTIES + 1)}}}, "one property more than"),
+    ({"json": {"properties": MANY}}, "json.properties has more than 400 properties that are not required"),
+    ({"json": {"properties": MANY, "required": 5}}, "json.properties has more than 400 properties that are not"),
     ({"json": {"anyOf": []}}, "json.anyOf is of type list, but must be a list of schemas"),
     ({"regex": 5}, "regex is 5, but must be a text"),
     ({"choice": "ab"}, "choice is 'ab', but must be a list of texts"),
@@ -302,6 +306,14 @@ def test_other_kinds() -> None:
     assert is_text(grammar, "nothing")
     assert not is_text(grammar, 'so <f=y>{"x": 1}</f>')
     assert not is_text(grammar, 'so <f=x>{"x": "a"}</f>')
+
+
+def test_an_object_with_as_many_properties_as_may_be() -> None:
+    """Any of them may come first, and the work for it stays within its limits."""
+    few = {name: MANY[name] for name in [*MANY][1:]}
+    grammar = structured(json={"type": "object", "properties": few})
+    assert is_text(grammar, '{"p1": 1, "p5": [2], "p400": "a"}')
+    structured(json={"type": "object", "properties": MANY, "required": ["p3", {}]})
 
 
 def test_reasoning_comes_before_the_text() -> None:
