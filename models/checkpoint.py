@@ -97,11 +97,13 @@ def check_tensors(
     wanted: Mapping[str, tuple[int, ...]],
     optional: Iterable[str] = (),
     codes: Container[str] = (),
+    packed: Container[str] = (),
 ) -> dict[str, Path]:
     """The located tensors that fill a model that wants ``wanted`` (name -> full shape), all present and well shaped.
 
-    ``optional`` names (of ``wanted``) may be absent; ``codes`` are no floats. Raises WeightsError naming tensor and
-    file for a missing, unexpected or wrongly shaped tensor, and for another dtype that is no float. Reads headers only.
+    ``optional`` names (of ``wanted``) may be absent; ``codes`` are no floats; ``packed`` stand for several tensors each
+    (four_bit_load.py). Raises WeightsError naming tensor and file for a missing, unexpected or wrongly shaped tensor,
+    and for another dtype that is no float. Reads headers only.
     """
     tensors = {name: file for name, file in tensors.items() if not name.endswith(RECOMPUTED)}
     files = ", ".join(sorted({file.name for file in tensors.values()}))
@@ -113,7 +115,7 @@ def check_tensors(
         raise WeightsError(f"{tensors[unexpected[0]]} holds tensors that the model does not have: {_some(unexpected)}")
     for file in sorted(set(tensors.values())):
         with open_file(file) as reader:
-            for name in sorted(name for name, home in tensors.items() if home == file):
+            for name in sorted(name for name, home in tensors.items() if home == file and name not in packed):
                 _check_header(file, name, reader.get_slice(name), wanted[name], name in codes)
     return tensors
 

@@ -7,10 +7,7 @@ Does not know: the spelling of configs (quantization.py), layers, kernels.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +16,13 @@ from torch import Tensor
 
 from models.checkpoint import WeightsError, open_file
 from models.dummy import reach
+from models.four_bit_load import FourBitCodes, Headers, dummy_four_bits
 from models.kv_group import KV_SCALES
-from models.quantization import Fp8Scheme, Quantization
+from models.planned_weights import pieces_by_matrix
+from models.quantization import FourBitScheme, Fp8Scheme, Quantization
 from models.weights_header import quoted
 from parallel.layers.shard import ScatteredShard, Shard
-from parallel.layers.weight import PlannedWeight, Weight, WeightFormat, fp8
+from parallel.layers.weight import PlannedWeight, WeightFormat, fp8
 
 MOST_CODE = 448.0  # the largest float8_e4m3fn
 CODES = "F8_E4M3"  # in headers of safetensors
@@ -32,8 +31,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _SCALES = ("weight_scale_inv", "weight_scale")  # next to ``weight``; of fused experts ``_scale_inv`` and ``_scale``
 _SCALE_ENDS = tuple(f".{suffix}" for suffix in _SCALES)
 # Static scales of activations, which are checked and not used; and those of keys and values.
-_OTHERS = ("input_scale", "activation_scale", "q_scale", *KV_SCALES)
-_FIXED = "routers, embeddings and heads are not quantised here; use a checkpoint that leaves them as they are"
+_OTHERS = ("input_scale", "input_global_scale", "activation_scale", "q_scale", *KV_SCALES)
 _SUPPORTED = "supported are float8_e4m3fn codes with scales for the matrix, its rows or its blocks"
 
 
@@ -55,18 +53,22 @@ class Codes:
         return (1 if self.scheme.granularity == "row" else rows), columns
 
     @property
-    def scaling(self) -> tuple[int, int]:
-        """Rows and columns of a rank's matrix that share a scale; 0 columns: whole rows. One scale for a tensor becomes
-        one for each of its rows, so that matrices of different scales can be stacked."""
-        return self.scheme.block or (1, 0)
+    def form(self) -> WeightFormat:
+        """Of a rank's matrix. One scale for a tensor becomes one for each of its rows, so that matrices of different
+        scales can be stacked."""
+        return fp8(*(self.scheme.block or (1, 0)), self.scheme.activation_cap)
+
+    @property
+    def entry(self) -> str:
+        return self.scheme.entry
 
 
 def split_off_codes(
-    stored: Mapping[str, Path], quantization: Quantization | None
+    stored: Mapping[str, Path], headers: Headers, quantization: Quantization | None
 ) -> tuple[dict[str, Path], dict[str, Codes], dict[str, Tensor]]:
     """(the tensors that are no scales, the matrices of codes by name, other scales in float32), of a checkpoint.
 
-    Reads headers and scales, each file twice. Raises WeightsError, which names file, tensor and the config's entry, for
+    Reads scales. Raises WeightsError, which names file, tensor and the config's entry, for
     codes that the config leaves unquantised, codes without scales and scales without codes, another kind of codes, and
     a scale that is not finite and positive, or has another shape than the config says. Without a config, and where
     numbers become codes at load, there are scales of keys and values only.
@@ -75,9 +77,8 @@ def split_off_codes(
         others = {name: file for name, file in stored.items() if name.rsplit(".", 1)[-1] in KV_SCALES}
         left = {name: file for name, file in stored.items() if name not in others}
         return left, {}, {name: _positive(name, others[name], value) for name, value in _read(others)}
-    headers = {name: (kind, shape) for name, kind, shape in _headers(stored)}
     owners: dict[str, tuple[str, Fp8Scheme]] = {}  # scale -> matrix
-    for name, (kind, shape) in headers.items():
+    for name, (kind, shape) in ((name, headers[name]) for name in stored if name in headers):
         if kind in _OTHER_CODES:
             raise WeightsError(f"{stored[name]}: tensor {quoted(name)} has dtype {kind}; {_SUPPORTED}")
         if kind == CODES and len(shape) >= 2 and name.rsplit(".", 1)[-1] not in _SCALES:
@@ -105,31 +106,20 @@ def split_off_codes(
 
 def codes_by_config(
     made: Sequence[PlannedWeight], shards: Mapping[str, Shard | ScatteredShard], quantization: Quantization
-) -> dict[str, Codes]:
+) -> dict[str, Codes | FourBitCodes]:
     """The matrices that a checkpoint of this config would store as codes, with one scale for all of them, which keeps
     dummy activations near 1."""
-    free = _pieces_by_matrix([one.weight for one in made if not one.fixed], shards)
-    codes = {}
+    free = pieces_by_matrix([one.weight for one in made if not one.fixed], shards)
+    codes: dict[str, Codes | FourBitCodes] = {}
     for name in {piece[0]: None for pieces in free.values() for piece in pieces}:
-        scheme = quantization.scheme(name.removesuffix(".weight"))
-        if scheme is not None:
+        scheme = quantization.scheme(name.removesuffix(".weight").removesuffix("_blocks"))
+        if isinstance(scheme, FourBitScheme):
+            codes[name] = dummy_four_bits(scheme, shards[name].full_shape)
+        elif scheme is not None:
             *experts, rows, columns = shape = shards[name].full_shape
             scales = torch.full((*experts, *scheme.grid(rows, columns)), reach(shape) / MOST_CODE)
             codes[name] = Codes(scheme, shape, scales)
     return codes
-
-
-def planned(
-    made: Sequence[PlannedWeight], shards: Mapping[str, Shard | ScatteredShard], codes: Mapping[str, Codes]
-) -> list[tuple[WeightFormat | None, ...]]:
-    """For each matrix of a model, the format of each part: FP8 where ``shards`` fill it from ``codes``.
-
-    Neighbouring parts whose codes are scaled alike become one matrix with the largest block that no piece cuts.
-    Raises WeightsError where a part would mix codes with numbers, or codes that are scaled differently, and for codes
-    of a matrix that is never quantised.
-    """
-    by_matrix = _pieces_by_matrix([one.weight for one in made], shards)
-    return [_formats(one, by_matrix.get(number, []), codes) for number, one in enumerate(made)]
 
 
 def place_all_scales(
@@ -137,9 +127,9 @@ def place_all_scales(
 ) -> None:
     """Fills the scales of every FP8 matrix of a model that was built with the formats of ``planned``."""
     leaves = [leaf for one in made for leaf in one.weight.parts or (one.weight,)]
-    for number, pieces in _pieces_by_matrix(leaves, shards).items():
+    for number, pieces in pieces_by_matrix(leaves, shards).items():
         leaf = leaves[number]
-        if leaf.scale is not None and leaf.format.block is not None:
+        if leaf.scale is not None and leaf.format.block is not None and leaf.format.code is None:
             for name, piece, expert, row, column in pieces:
                 into = leaf.scale if leaf.scale.dim() == 2 else leaf.scale[expert]
                 block = leaf.format.block[0], leaf.format.block[1] or leaf.inner
@@ -158,73 +148,6 @@ def refuse_nan_codes(shards: Mapping[str, Shard | ScatteredShard], codes: Mappin
         raise WeightsError(f"{codes[wrong[0]]}: tensor {quoted(wrong[0])} holds codes that are no numbers (NaN)")
 
 
-_Piece = tuple[str, Shard, int, int, int]  # tensor, piece, and of the rank's matrix: expert, first row, first column
-
-
-def _pieces_by_matrix(
-    matrices: Sequence[Weight], shards: Mapping[str, Shard | ScatteredShard]
-) -> dict[int, list[_Piece]]:
-    """Index in ``matrices`` -> the pieces that fill it, found by the memory that they share."""
-    numbers = {matrix.cells.untyped_storage()._cdata: number for number, matrix in enumerate(matrices)}
-    found: dict[int, list[_Piece]] = {}
-    for name, shard in shards.items():
-        for piece in shard.pieces:
-            number = numbers.get(piece.target.untyped_storage()._cdata)
-            if number is not None and piece.target.numel():
-                matrix = matrices[number]
-                expert, within = divmod(int(piece.target.storage_offset()), matrix.outputs * matrix.inner)
-                found.setdefault(number, []).append((name, piece, expert, *divmod(within, matrix.inner)))
-    return found
-
-
-def _formats(
-    one: PlannedWeight, pieces: Sequence[_Piece], codes: Mapping[str, Codes]
-) -> tuple[WeightFormat | None, ...]:
-    ends = list(itertools.accumulate(one.parts))
-    parts: list[list[_Piece]] = [[] for _ in ends]
-    for piece in pieces:
-        parts[bisect.bisect_right(ends, piece[3])].append(piece)
-    found: list[WeightFormat | None] = []
-    for scaling, group in itertools.groupby(range(len(parts)), lambda n: _scaling(one, parts[n], codes)):
-        run = list(group)
-        form = None
-        if scaling is not None:
-            first = ends[run[0]] - one.parts[run[0]]
-            moved = [(codes[p[0]], p[1], p[3] - first, p[4]) for n in run for p in parts[n]]
-            form = fp8(*_refined(scaling, moved), moved[0][0].scheme.activation_cap)
-        found += [form] * len(run)
-    return tuple(found)
-
-
-def _scaling(one: PlannedWeight, part: Sequence[_Piece], codes: Mapping[str, Codes]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in a part's codes, 0 columns for whole rows; None without codes."""
-    found = {piece[0]: codes[piece[0]].scaling if piece[0] in codes else None for piece in part}
-    kinds = set(found.values())
-    if one.fixed and kinds - {None}:
-        raise WeightsError(f"tensor {quoted(min(found))} is {CODES}, but {_FIXED}")
-    if len(kinds) > 1:
-        names = [next(name for name in sorted(found) if found[name] == kind) for kind in kinds]
-        raise WeightsError(
-            f"tensors {' and '.join(map(quoted, sorted(names)))} are parts of one matrix, but not quantised alike; "
-            "use a checkpoint that quantises all of them, or none"
-        )
-    return kinds.pop() if kinds else None
-
-
-def _refined(scaling: tuple[int, int], pieces: Iterable[tuple[Codes, Shard, int, int]]) -> tuple[int, int]:
-    """The largest block of which every edge of ``pieces`` (codes, shard, first row and column in the rank's matrix) is
-    a multiple: a block that an edge crosses is repeated in finer ones. A checkpoint dim that is whole has no edge at
-    its end."""
-    sizes = list(scaling)
-    for _, shard, *first in pieces:
-        for dim in (0, 1):
-            if sizes[dim]:
-                taken, full = shard.ranges[dim - 2], shard.full_shape[dim - 2]
-                partial = taken.stop - taken.start if taken.stop - taken.start < full else 0
-                sizes[dim] = math.gcd(sizes[dim], taken.start, first[dim], partial)
-    return sizes[0], sizes[1]
-
-
 def _place(codes: Codes, shard: Shard, first: tuple[int, int], block: tuple[int, int], into: Tensor) -> None:
     """Copies the scales of one piece, which lies from row and column ``first`` of the rank's matrix on, into ``into``:
     the matrix's scales, one a ``block``."""
@@ -237,25 +160,15 @@ def _place(codes: Codes, shard: Shard, first: tuple[int, int], block: tuple[int,
     into.copy_(picked)
 
 
-def _headers(stored: Mapping[str, Path]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    for file in sorted(set(stored.values())):
-        with open_file(file) as reader:
-            for name in sorted(name for name, home in stored.items() if home == file):
-                header = reader.get_slice(name)
-                yield name, header.get_dtype(), tuple(header.get_shape())
-
-
 def _scheme(name: str, file: Path, quantization: Quantization) -> Fp8Scheme:
     module = name.removesuffix(".weight")
     scheme = quantization.scheme(module)
-    if scheme is not None:
+    if isinstance(scheme, Fp8Scheme):
         return scheme
     entry = quantization.kept_by(module)
-    said = (
-        f"{entry} leaves it as it is"
-        if entry
-        else f"no group of 'quantization_config' ({quantization.method}) names it"
-    )
+    said = f"no group of 'quantization_config' ({quantization.method}) names it"
+    if entry or scheme is not None:
+        said = f"{entry} leaves it as it is" if entry else f"it has four bits by {scheme.entry if scheme else None}"
     raise WeightsError(f"{file}: tensor {quoted(name)} is {CODES}, but {said}")
 
 

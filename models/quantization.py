@@ -1,10 +1,10 @@
-"""Quantization: which matrices of a checkpoint are stored as FP8 codes, and where their scales are, as its config says.
+"""Quantization: which matrices of a checkpoint are stored as codes of eight or four bits, as its config says.
 
 Knows: ``quantization_config`` of config.json and hf_quant_config.json as written by DeepSeek and Qwen ("fp8"),
-compressed-tensors, NVIDIA's modelopt and fbgemm.
+compressed-tensors, NVIDIA's modelopt, fbgemm, AutoAWQ, GPTQ and gpt-oss ("mxfp4").
 Does not know: files of weights (checkpoint.py holds each header against this), memory layouts, kernels.
 
-Every scale multiplies, also ``weight_scale_inv``: weight = code * scale.
+Every scale of FP8 multiplies, also ``weight_scale_inv``: weight = code * scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ Granularity = Literal["tensor", "row", "block"]
 Match = Callable[[str], bool]
 # Keys of "fp8" and fbgemm under which modules stay as they are, the newer spelling first.
 _UNCONVERTED = ("modules_to_not_convert", "ignored_layers")
-_METHODS = "fp8, compressed-tensors (float-quantized), modelopt (FP8 algorithms) and fbgemm_fp8"
 # quant_algo of modelopt -> (granularity, block)
 ALGORITHMS: Mapping[str, tuple[Granularity, tuple[int, int] | None]] = {
     "FP8": ("tensor", None),
@@ -27,6 +26,17 @@ ALGORITHMS: Mapping[str, tuple[Granularity, tuple[int, int] | None]] = {
     "FP8_PB_WO": ("block", (128, 128)),
 }
 STRATEGIES: Mapping[str, Granularity] = {"tensor": "tensor", "channel": "row", "block": "block"}  # compressed-tensors
+# Of four bits: a compressed-tensors format, an algorithm of modelopt or a method -> columns that share a scale; None:
+# as the config says.
+FOUR_BITS: Mapping[str, int | None] = {
+    "pack-quantized": None,
+    "nvfp4-pack-quantized": 16,
+    "mxfp4-pack-quantized": 32,
+    "NVFP4": 16,
+    "awq": None,
+    "gptq": None,
+    "mxfp4": 32,
+}
 _FBGEMM_CAP = 1200.0  # activation_scale_ub where the config is silent, as in transformers' FbgemmFp8Config
 
 
@@ -53,6 +63,22 @@ class Fp8Scheme:
 
 
 @dataclass(frozen=True, slots=True)
+class FourBitScheme:
+    """How one matrix [N, K] of four-bit codes is stored. ``layout``: as four_bit.py names it. ``group``: columns that
+    share a scale; 0: a whole row. ``zeros``: each group has a zero. ``ordered``: groups may be of columns in an order
+    of their own. ``entry`` as above."""
+
+    layout: str
+    group: int
+    entry: str
+    zeros: bool = False
+    ordered: bool = False
+
+
+Scheme = Fp8Scheme | FourBitScheme
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """What a config says of each module, by the name that the checkpoint gives it (without ``.weight``).
 
@@ -62,7 +88,7 @@ class Quantization:
     """
 
     method: str
-    groups: tuple[tuple[Match, Fp8Scheme], ...]
+    groups: tuple[tuple[Match, Scheme], ...]
     kept: tuple[tuple[Match, str], ...]
     at_load: bool = False
 
@@ -74,10 +100,25 @@ class Quantization:
     @property
     def text(self) -> str:
         """For logs: whose config, and what shares a scale."""
-        said = dict.fromkeys("x".join(map(str, one.block)) if one.block else one.granularity for _, one in self.groups)
-        return f"FP8 ({self.method}; a scale for each {' or '.join(said)})"
+        said = dict.fromkeys(_scaled(one) for _, one in self.groups)
+        kinds = dict.fromkeys("FP8" if isinstance(one, Fp8Scheme) else "four bits" for _, one in self.groups)
+        return f"{' and '.join(kinds)} ({self.method}; a scale for each {' or '.join(said)})"
 
-    def scheme(self, module: str) -> Fp8Scheme | None:
+    @property
+    def fp8(self) -> bool:
+        """Whether a matrix may be FP8."""
+        return any(isinstance(one, Fp8Scheme) for _, one in self.groups)
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether a matrix may be of four bits."""
+        return any(isinstance(one, FourBitScheme) for _, one in self.groups)
+
+    def __contains__(self, tensor: object) -> bool:
+        """Whether a checkpoint may have a tensor of this name, where producers differ in names."""
+        return self.method == "mxfp4" and str(tensor).endswith("_blocks")
+
+    def scheme(self, module: str) -> Scheme | None:
         """None where the config leaves ``module`` as it is."""
         if self.kept_by(module) is not None:
             return None
@@ -86,6 +127,12 @@ class Quantization:
     def kept_by(self, module: str) -> str | None:
         """The entry of the config that leaves ``module`` unquantised, if any."""
         return next((entry for keeps, entry in self.kept if keeps(module)), None)
+
+
+def _scaled(scheme: Scheme) -> str:
+    if isinstance(scheme, FourBitScheme):
+        return f"{scheme.group} columns" if scheme.group else "row"
+    return "x".join(map(str, scheme.block)) if scheme.block else scheme.granularity
 
 
 def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | None = None) -> Quantization | None:
@@ -106,7 +153,7 @@ def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | N
         found = {**found, **nested}
     method = found.get("quant_method")
     if method not in READERS:
-        raise ValueError(f"'quant_method' {method!r} is not supported; supported are {_METHODS}")
+        raise ValueError(f"'quant_method' {method!r} is not supported; supported are {', '.join(READERS)}")
     cached = method in ("compressed-tensors", "modelopt") and _scales_cache(found)
     if cached and not found.get("config_groups") and not found.get("quant_algo"):
         return None
@@ -145,42 +192,95 @@ def _read_modelopt(config: Mapping[str, Any]) -> Quantization:
     kept = tuple((_wildcard(name), f"'{key}' entry {name!r}") for name in _names(config, key))
     algorithm = str(config.get("quant_algo")).upper()
     if algorithm != "MIXED_PRECISION":
-        return Quantization("modelopt", ((_always, _modelopt_scheme(algorithm, "'quant_algo'")),), kept)
+        return Quantization("modelopt", ((_always, _modelopt_scheme(config, "'quant_algo'")),), kept)
     layers = _object(config, "quantized_layers")
-    groups = []
+    groups: list[tuple[Match, Scheme]] = []
     for name in layers:
         entry = f"'quantized_layers' entry {name!r}, 'quant_algo'"
-        groups.append((_wildcard(name), _modelopt_scheme(str(_object(layers, name).get("quant_algo")).upper(), entry)))
+        groups.append((_wildcard(name), _modelopt_scheme(_object(layers, name), entry)))
     return Quantization("modelopt", tuple(groups), kept)
 
 
-def _modelopt_scheme(algorithm: str, entry: str) -> Fp8Scheme:
+def _modelopt_scheme(config: Mapping[str, Any], entry: str) -> Scheme:
+    algorithm = str(config.get("quant_algo")).upper()
+    if algorithm == "NVFP4":
+        return FourBitScheme("NVFP4", _group_size(config, "NVFP4"), f"{entry} {algorithm}")
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"{entry} {algorithm} is not supported; supported are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"{entry} {algorithm} is not supported; supported are {', '.join(ALGORITHMS)}, NVFP4")
     granularity, block = ALGORITHMS[algorithm]
     return Fp8Scheme(granularity, block, f"{entry} {algorithm}")
+
+
+def _group_size(config: Mapping[str, Any], layout: str, where: str = "") -> int:
+    """Columns that share a scale, as 'group_size' says; 0 for whole rows (-1)."""
+    size, fixed = config.get("group_size"), FOUR_BITS[layout]
+    if size is None and fixed is not None:
+        return fixed
+    legal = (
+        isinstance(size, int) and not isinstance(size, bool) and (size == -1 or (size >= 2 and not size & (size - 1)))
+    )
+    if not legal or (fixed is not None and size != fixed):
+        raise ValueError(f"'{where}group_size' {size!r} is not supported; supported: {fixed or 'powers of two, -1'}")
+    return max(0, int(size or 0))
+
+
+def _read_awq(config: Mapping[str, Any]) -> Quantization:
+    for key, legal in (("bits", 4), ("zero_point", True)):
+        _only(config, key, (legal,))
+    _only(config, "version", ("gemm", "GEMM"))
+    size = _group_size(config, "awq")
+    return Quantization(
+        "awq", ((_always, FourBitScheme("awq", size, "'quant_method' awq", True)),), _unconverted(config)
+    )
+
+
+def _read_gptq(config: Mapping[str, Any]) -> Quantization:
+    _only(config, "bits", (4,))
+    _only(config, "checkpoint_format", ("gptq", "gptq_v2"))
+    symmetric = config.get("sym", True)
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"'sym' must be true or false, not {symmetric!r}")
+    plain_zeros = symmetric or config.get("checkpoint_format") == "gptq_v2"
+    ordered = bool(config.get("desc_act"))
+    entry = f"'quant_method' gptq, 'desc_act' {str(ordered).lower()}, 'sym' {str(symmetric).lower()}"
+    layout = "gptq_v2" if plain_zeros else "gptq"
+    scheme = FourBitScheme(layout, _group_size(config, "gptq"), entry, not symmetric, ordered)
+    kept = list[tuple[Match, str]]()
+    for pattern in _object(config, "dynamic"):
+        if not pattern.startswith("-:"):
+            raise ValueError(f"'dynamic' entry {pattern!r} is not supported; supported are those that begin with '-:'")
+        kept.append((_target(f"re:{pattern[2:]}"), f"'dynamic' entry {pattern!r}"))
+    return Quantization("gptq", ((_always, scheme),), (*kept, *_unconverted(config)))
+
+
+def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
+    scheme = FourBitScheme("mxfp4", _group_size({}, "mxfp4"), "'quant_method' mxfp4")
+    return Quantization("mxfp4", ((_always, scheme),), _unconverted(config))
 
 
 def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     _only(config, "quantization_status", ("compressed", "frozen"))
     _only(_object(config, "sparsity_config"), "format", ("dense",), "sparsity_config.")
-    groups: list[tuple[Match, Fp8Scheme]] = []
+    groups: list[tuple[Match, Scheme]] = []
     named = _object(config, "config_groups")
     if not named:
         raise ValueError("'config_groups' of compressed-tensors is empty")
     for name in named:
         group, where = _object(named, name), f"config_groups.{name}."
         found = group.get("format") or config.get("format")
-        if found not in ("float-quantized", "naive-quantized"):
-            raise ValueError(f"compressed-tensors 'format' {found!r} is not supported; supported is 'float-quantized'")
-        scheme = _compressed_scheme(_object(group, "weights"), where)
+        weights = _object(group, "weights")
+        if found not in ("float-quantized", "naive-quantized", *_COMPRESSED_FOUR_BITS):
+            legal = ", ".join(("float-quantized", *_COMPRESSED_FOUR_BITS))
+            raise ValueError(f"compressed-tensors 'format' {found!r} is not supported; supported are {legal}")
+        four_bits = found in _COMPRESSED_FOUR_BITS
+        scheme = _compressed_four_bits(str(found), weights, where) if four_bits else _compressed_scheme(weights, where)
         groups += [(_target(target), scheme) for target in _names(group, "targets", where)]
     groups.sort(key=lambda group: group[0] is _always)  # a module's name counts before its class
     kept = tuple((_target(name), f"'ignore' entry {name!r}") for name in _names(config, "ignore"))
     return Quantization("compressed-tensors", tuple(groups), kept)
 
 
-def _compressed_scheme(weights: Mapping[str, Any], where: str) -> Fp8Scheme:
+def _compressed_scheme(weights: Mapping[str, Any], where: str) -> Scheme:
     where += "weights."
     _only(weights, "num_bits", (8,), where)
     _only(weights, "type", ("float",), where)
@@ -192,6 +292,30 @@ def _compressed_scheme(weights: Mapping[str, Any], where: str) -> Fp8Scheme:
     if strategy == "block" and block is None:
         raise ValueError(f"'{where}block_structure' is missing; strategy 'block' needs it")
     return Fp8Scheme(STRATEGIES[strategy], block, f"'{where}strategy' {strategy!r}")
+
+
+_COMPRESSED_FOUR_BITS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+
+
+def _compressed_four_bits(layout: str, weights: Mapping[str, Any], where: str) -> Scheme:
+    where += "weights."
+    integers = layout == "pack-quantized"
+    strategies = ("group", "channel") if integers else ("group", "tensor_group")
+    legal = {
+        "num_bits": (4,),
+        "type": ("int",) if integers else ("float",),
+        "symmetric": (True, False) if integers else (True,),
+        "dynamic": (False,),
+        "strategy": strategies,
+        "actorder": ("weight", "static", "group", "dynamic", True, False) if integers else (False,),
+    }
+    for key, values in legal.items():
+        _only(weights, key, values, where)
+    strategy, order = weights.get("strategy") or strategies[0], weights.get("actorder")
+    size = 0 if strategy == "channel" else _group_size(weights, layout, where)
+    entry = f"'{where}strategy' {strategy!r}" + (f", 'actorder' {order!r}" if order else "")
+    ordered = order in ("group", "dynamic", True)
+    return FourBitScheme(layout, size, entry, integers and weights.get("symmetric") is False, ordered)
 
 
 def _block(value: object, key: str) -> tuple[int, int] | None:
@@ -272,4 +396,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "modelopt": _read_modelopt,
     "fbgemm_fp8": _read_fbgemm,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }

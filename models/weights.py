@@ -20,27 +20,28 @@ from torch import Tensor
 from models.checkpoint import FLOAT_DTYPES, WeightsError, check_tensors, locate_tensors, open_file
 from models.config import ModelConfig
 from models.dummy import DummyTensor
-from models.fp8_at_load import load_as_codes
-from models.fp8_load import (
-    CODES,
-    Codes,
-    codes_by_config,
-    place_all_scales,
-    planned,
-    refuse_nan_codes,
-    split_off_codes,
+from models.four_bit_load import (
+    FourBitCodes,
+    FourBitTensor,
+    fill_dummy_codes,
+    four_bit_codes,
+    four_bit_tensors,
+    headers_of,
+    split_off_four_bits,
 )
+from models.fp8_at_load import load_as_codes
+from models.fp8_load import CODES, Codes, codes_by_config, place_all_scales, refuse_nan_codes, split_off_codes
 from models.kv_scales import place_kv_scales
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.ops.contract import Ops
+from models.planned_weights import FINEST_GROUP, planned
 from models.quantization import Quantization
 from models.registry import model_class
-from models.weights_header import quoted
+from models.weights_header import ITEM_BYTES, quoted
 from parallel.comm.collectives import Collectives
 from parallel.layers.experts import ExpertSplit
-from parallel.layers.mxfp4 import Mxfp4Shard
 from parallel.layers.shard import ScatteredShard, Shard
 from parallel.layers.weight import WeightFormat, WeightPlan
 
@@ -116,32 +117,41 @@ def fill(
     Of the checkpoint only tensors whose names begin with ``prefix`` and are not in ``but`` are looked at: the others
     are another model's. ``quantization``: what the model's config says of matrices that are stored as codes.
     """
-    sketch = WeightPlan()
+    sketch = WeightPlan(edge=_edge(quantization))
     with torch.device("meta"):
         skeleton = make(sketch)
     if load_format == "dummy":
-        codes = codes_by_config(sketch.made, skeleton.checkpoint_shards(), quantization) if quantization else {}
-        model, plan = _allocate(make, device, planned(sketch.made, skeleton.checkpoint_shards(), codes))
-        shards = model.checkpoint_shards()
-        _fill_with_dummies(shards, codes, seed, device, progress)
+        shards = skeleton.checkpoint_shards(quantization or ())
+        found = codes_by_config(sketch.made, shards, quantization) if quantization else {}
+        model, plan = _allocate(make, device, sketch.edge, planned(sketch.made, shards, found))
+        shards = model.checkpoint_shards(quantization or ())
+        codes, four_bits = _by_bits(found)
+        _fill_with_dummies(
+            {name: one for name, one in shards.items() if name not in four_bits}, codes, seed, device, progress
+        )
         place_all_scales(plan.made, shards, codes)
+        fill_dummy_codes(plan.made, shards, four_bits, seed)
         return model
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
     located = locate_tensors(Path(folder))
     located = {name: file for name, file in located.items() if name.startswith(prefix) and name not in but}
     at_load = quantization if quantization is not None and quantization.at_load else None
-    stored, codes, scales = split_off_codes(located, quantization)
+    headers = headers_of(located if quantization is not None and at_load is None else {})
+    stored, matrices = split_off_four_bits(located, headers, quantization)
+    stored, codes, scales = split_off_codes(stored, headers, quantization)
     shards, copies = skeleton.checkpoint_shards(stored), skeleton.checkpoint_copies()
     shapes = {name: shard.full_shape for name, shard in {**shards, **copies}.items()}
     stored = {name: file for name, file in stored.items() if not skeleton.leaves_unread(name)}
-    coded = {name for name, shard in shards.items() if isinstance(shard.pieces[0], Mxfp4Shard)}
-    tensors = check_tensors(stored, shapes, copies, {*codes, *coded})
+    tensors = check_tensors(stored, shapes, copies, codes, matrices)
+    four_bits = four_bit_codes(matrices, shapes, located, headers)
     if at_load is not None:
-        codes = codes_by_config(sketch.made, shards, at_load)
-    model, plan = _allocate(make, device, planned(sketch.made, shards, codes))
+        codes, _ = _by_bits(codes_by_config(sketch.made, shards, at_load))
+    model, plan = _allocate(make, device, sketch.edge, planned(sketch.made, shards, {**codes, **four_bits}))
     shards = model.checkpoint_shards(tensors)
-    _stream(tensors, shards, model, progress, codes if at_load else {})
+    packed = four_bit_tensors(plan.made, shards, four_bits)
+    loaded = {**{name: shard for name, shard in shards.items() if name not in four_bits}, **packed}
+    _stream({**tensors, **{name: located[name] for name in packed}}, loaded, model, progress, codes if at_load else {})
     held = {name: code for name, code in codes.items() if name in shards}
     place_all_scales(plan.made, shards, held)
     place_kv_scales(model, scales)
@@ -151,21 +161,35 @@ def fill(
 
 def without_memory(make: Callable[[WeightPlan], Parts], quantization: Quantization | None) -> Parts:
     """What ``make`` builds, on the meta device, with the formats of matrices that a config asks for."""
-    sketch = WeightPlan()
+    sketch = WeightPlan(edge=_edge(quantization))
     with torch.device("meta"):
         skeleton = make(sketch)
     if quantization is None:
         return skeleton
-    shards = skeleton.checkpoint_shards()
-    return _allocate(make, "meta", planned(sketch.made, shards, codes_by_config(sketch.made, shards, quantization)))[0]
+    shards = skeleton.checkpoint_shards(quantization)
+    return _allocate(
+        make, "meta", sketch.edge, planned(sketch.made, shards, codes_by_config(sketch.made, shards, quantization))
+    )[0]
+
+
+def _edge(quantization: Quantization | None) -> int:
+    """Of shards of features; see WeightPlan."""
+    return FINEST_GROUP if quantization is not None and quantization.four_bits else 1
+
+
+def _by_bits(codes: Mapping[str, Codes | FourBitCodes]) -> tuple[dict[str, Codes], dict[str, FourBitCodes]]:
+    """(eight bits, four bits)"""
+    eight = {name: one for name, one in codes.items() if isinstance(one, Codes)}
+    return eight, {name: one for name, one in codes.items() if isinstance(one, FourBitCodes)}
 
 
 def _allocate(
     make: Callable[[WeightPlan], Parts],
     device: torch.device | str,
+    edge: int,
     formats: Sequence[tuple[WeightFormat | None, ...]],
 ) -> tuple[Parts, WeightPlan]:
-    plan = WeightPlan(formats)
+    plan = WeightPlan(formats, edge)
     with torch.device(device):
         return make(plan), plan
 
@@ -188,7 +212,7 @@ def _fill_with_dummies(
 
 def _stream(
     tensors: Mapping[str, Path],
-    shards: Mapping[str, Shard | ScatteredShard],
+    shards: Mapping[str, Shard | ScatteredShard | FourBitTensor],
     model: CheckpointParts,
     progress: Progress | None,
     at_load: Mapping[str, Codes],
@@ -198,10 +222,13 @@ def _stream(
     copies, done, converted = model.checkpoint_copies(), 0, 0
     for file in sorted(set(tensors.values())):
         for name, piece in _pieces(file, [name for name in shards if tensors[name] == file]):
-            if name not in at_load:
+            shard = shards[name]
+            if isinstance(shard, FourBitTensor):
+                _try(file, name, shard, piece)
+            elif name not in at_load:
                 converted += FLOAT_DTYPES.get(piece.get_dtype(), model.dtype) != model.dtype
-                _load(file, name, piece, shards[name])
-            elif not load_as_codes(piece, shards[name], at_load[name]):
+                _load(file, name, piece, shard)
+            elif not load_as_codes(piece, shard, at_load[name]):
                 raise WeightsError(f"{file}: tensor {quoted(name)} holds numbers that are not finite")
             done += 1
             if progress:
@@ -226,7 +253,7 @@ def _pieces(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             mapped = 0
             while pending and mapped < MAPPED_BYTES:
                 piece = reader.get_slice(pending[0])
-                width = FLOAT_DTYPES[piece.get_dtype()].itemsize if piece.get_dtype() in FLOAT_DTYPES else 1
+                width = ITEM_BYTES.get(piece.get_dtype(), 1)
                 mapped += math.prod(piece.get_shape()) * width
                 yield pending.popleft(), piece
                 del piece  # it would keep the mapping
@@ -236,16 +263,18 @@ def _load(file: Path, name: str, stored: Any, shard: Shard | ScatteredShard) -> 
     held = any(piece.target.numel() for piece in shard.pieces)
     if held and (stored.get_dtype() == CODES) != (shard.pieces[0].target.dtype == torch.float8_e4m3fn):
         raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, which its matrix does not hold")
-    if isinstance(shard.pieces[0], Mxfp4Shard) and stored.get_dtype() != "U8":
-        raise WeightsError(f"{file}: tensor {quoted(name)} is {stored.get_dtype()}, but MXFP4 codes and scales are U8")
-    try:
-        shard.load(stored)
-    except ValueError as error:
-        raise WeightsError(f"{file}: tensor {quoted(name)}: {error}") from error
+    shard.load(stored)
     # Of the dtypes that may be asked for, only half precision cannot hold the range of the others.
     narrowed = shard.pieces[0].target.dtype == torch.float16 and stored.get_dtype() != "F16"
     if narrowed and not all(bool(torch.isfinite(piece.target).all()) for piece in shard.pieces):
         raise WeightsError(f"{file}: tensor {name!r} does not fit into float16; use --dtype bfloat16 or float32")
+
+
+def _try(file: Path, name: str, shard: FourBitTensor, stored: Any) -> None:
+    try:
+        shard.load(stored)
+    except ValueError as error:
+        raise WeightsError(f"{file}: tensor {quoted(name)}: {error}") from error
 
 
 def _compare(file: Path, name: str, shard: Shard) -> None:

@@ -12,8 +12,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _EXPLAINED_BYTES = 16 << 20  # Python's objects take many times the bytes of their JSON: larger headers go unexplained
 _MOST_BYTES = 100_000_000  # safetensors' own limit
 _METADATA = "__metadata__"
@@ -102,7 +102,7 @@ def _entry_fault(entry: Any, data_bytes: int) -> str | None:
         return f"has the shape {_short(shape)}"
     if not _is_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_bytes:
         return f"has the data_offsets {_short(offsets)}, but the file has {data_bytes} bytes of data"
-    item = _ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
+    item = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item is None:
         return f"has the dtype {_short(dtype)}, which is not known"
     declared = math.prod(shape) * item

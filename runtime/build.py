@@ -190,7 +190,9 @@ def _load(
         start_counting(model)
     stored = ""
     if model_config.quantization is not None:
-        stored = f", {model_config.quantization.text}, activations {fp8_path(kernels)} (--fp8-activations)"
+        stored = f", {model_config.quantization.text}"
+        if model_config.quantization.fp8:
+            stored += f", activations {fp8_path(kernels)} (--fp8-activations)"
     log.info("weights: %s, %s%s, in %.1f s", model_config.architecture, dtype, stored, time.perf_counter() - began)
     return model
 

@@ -22,6 +22,8 @@ from runtime.schedule.config import StepLimits
 from runtime.speculate.methods import check_drafter
 from runtime.speculative_config import SpeculativeConfig
 
+FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 codes
+
 
 def served_model(config: EngineConfig, model: ModelConfig) -> ServedModel:
     """What requests are checked against. Raises ConfigError for a configuration that the model's cannot have."""
@@ -126,9 +128,14 @@ def check_prefill(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:
     """Raises ConfigError where weights are FP8 codes, which the GPU (``traits``; None: a CPU) cannot convert."""
-    if model.quantization is not None and traits is not None and traits.capability < (8, 9):
+    if (
+        model.quantization is not None
+        and model.quantization.fp8
+        and traits is not None
+        and traits.capability < FP8_CAPABILITY
+    ):
         raise ConfigError(
             f"weights are FP8 ({model.quantization.method}), which needs a GPU of "
-            f"compute capability 8.9 (Ada, Hopper) or later, not {'.'.join(map(str, traits.capability))}: use the "
-            f"bfloat16 checkpoint"
+            f"compute capability {'.'.join(map(str, FP8_CAPABILITY))} (Ada, Hopper) or later, not "
+            f"{'.'.join(map(str, traits.capability))}: use the bfloat16 checkpoint"
         )

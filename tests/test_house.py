@@ -69,6 +69,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/weights.py",),
         ("models/fp8_at_load.py", "models/kv_scales.py"),
         ("models/fp8_load.py",),
+        ("models/four_bit_load.py",),
+        ("models/planned_weights.py", "models/four_bit.py"),
         ("models/registry.py", "models/dummy.py"),
         ("models/families",),
         ("models/layers",),

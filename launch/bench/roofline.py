@@ -25,9 +25,10 @@ import torch
 from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
+from models.four_bit_load import dummy_four_bits
 from models.fp8_at_load import AT_LOAD
 from models.kv_group import KvGroup, keys_and_values
-from models.quantization import Quantization
+from models.quantization import FourBitScheme, Quantization
 from models.registry import config_from_folder
 from parallel.layers.weight import fp8
 from runtime.speculative_config import SpeculativeConfig
@@ -108,7 +109,10 @@ class Shape:
 
 def _coded_bytes(stored: Quantization, hidden: int) -> float:
     """Bytes of a quantised weight and its part of a scale, by the scheme of most."""
-    rows, columns = stored.groups[-1][1].block or (1, hidden)
+    scheme = stored.groups[-1][1]
+    if isinstance(scheme, FourBitScheme):
+        return dummy_four_bits(scheme, (hidden, hidden)).form.nbytes(hidden, hidden) / hidden**2
+    rows, columns = scheme.block or (1, hidden)
     return fp8(rows, columns).nbytes(rows, columns) / (rows * columns)
 
 

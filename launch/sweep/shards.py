@@ -100,9 +100,9 @@ def plan_part(
         lambda plan: build(config, ModelContext(collectives, reference_ops(), dtype, split, kv_dtype, plan=plan)),
         config.quantization,
     )
-    shards = model.checkpoint_shards()
+    shards = model.checkpoint_shards(config.quantization or ())
     return Part(
-        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *_scales(model))),
+        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *_others(model))),
         table_bytes=model.cos_sin_LR.nbytes,
         cache_layout=model.cache_layout,
         pieces={
@@ -114,11 +114,17 @@ def plan_part(
     )
 
 
-def _scales(model: Decoder) -> Iterable[Tensor]:
-    """Of FP8 matrices, which are no parameters."""
+def _weights(model: Decoder) -> Iterable[Weight]:
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight)]
-    parts = [part.scale for weight in held for part in weight.parts or (weight,)]
-    return {id(scale): scale for scale in parts if scale is not None}.values()
+    return [part for weight in held for part in weight.parts or (weight,)]
+
+
+def _others(model: Decoder) -> Iterable[Tensor]:
+    """Of quantised matrices, what is no parameter."""
+    known = {id(parameter) for parameter in model.parameters()}
+    parts = [(one.data, one.scale, one.zero, one.factor, one.order) for one in _weights(model) if one.format.block]
+    found = {id(tensor): tensor for part in parts for tensor in part if tensor is not None}
+    return [tensor for number, tensor in found.items() if number not in known]
 
 
 def check_coverage(degrees: ParallelDegrees, parts: dict[tuple[int, int], Part]) -> Coverage:
@@ -164,7 +170,9 @@ def _unfilled(model: Decoder, pieces: Sequence[Shard]) -> Iterator[str]:
         if not target.is_contiguous():
             yield f"a piece of {list(piece.full_shape)} fills a parameter with gaps"
     padded = {id(model.embedding.weight.data), id(model.lm_head.weight.data)}
-    for name, parameter in model.named_parameters():
+    cells = {id(weight.data): weight.cells for weight in _weights(model)}
+    for name, held in model.named_parameters():
+        parameter = cells.get(id(held), held)
         wanted = model.vocab_shard.rows * parameter.shape[1] if id(parameter) in padded else parameter.numel()
         end = 0
         for start, stop in sorted(intervals.get(parameter.untyped_storage()._cdata, [])):

@@ -27,7 +27,7 @@ class Projection(ShardedModule):
         return self._kernels.linear(x_TN, self.weight)
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": whole(self.weight.data)}
+        return {"weight": whole(self.weight.cells)}
 
 
 class SplitProjection(RowParallel):
@@ -39,4 +39,4 @@ class SplitProjection(RowParallel):
         super().__init__(inputs, outputs, context, what=what)
 
     def forward(self, x_TI: Activations) -> Tensor | PendingAllReduce:
-        return super().forward(numbers_of(x_TI).narrow(1, self.placement.rank * self.local_inputs, self.local_inputs))
+        return super().forward(numbers_of(x_TI).narrow(1, self.features.start, self.features.count))

@@ -21,9 +21,6 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
 def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """With what the oracle takes for absent keys."""
     given = {"attention_bias": True, **config}
-    stored = config.get("quantization_config")
-    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":  # of experts, which are numbers once loaded
-        given.pop("quantization_config")
     ropes = any(config.get(key) for key in ("rope_parameters", "rope_scaling"))
     return given if ropes else {**given, "rope_scaling": YARN}
 

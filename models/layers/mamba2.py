@@ -166,7 +166,7 @@ class InProjection(ShardedModule):
         parts.append((inner + channels + split.first_head, split.heads))
         pieces, place, total = [], 0, inner + channels + split.shape.heads
         for first, count in parts:
-            pieces.append(along_rows(self.weight.data[place : place + count], total, first))
+            pieces.append(along_rows(self.weight.cells[place : place + count], total, first))
             place += count
         return {"weight": ScatteredShard(tuple(pieces))}
 

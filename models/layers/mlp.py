@@ -35,7 +35,7 @@ class GatedMLP(nn.Module):
         self.kernels = context.kernels
         self.norm = norm
         self.gate_up = GateUpParallel(hidden, intermediate, context, bias=bias)
-        self.down = RowParallel(intermediate, hidden, context, bias=bias, what="intermediate features")
+        self.down = RowParallel(intermediate, hidden, context, bias=bias, features=self.gate_up.features)
 
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
@@ -65,7 +65,7 @@ class Relu2MLP(nn.Module):
         self.kernels = context.kernels
         self.norm = norm
         self.up = ColumnParallel(hidden, intermediate, context, what="intermediate features")
-        self.down = RowParallel(intermediate, hidden, context, what="intermediate features")
+        self.down = RowParallel(intermediate, hidden, context, features=self.up.features)
 
     def forward(
         self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None

@@ -32,7 +32,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.kernels = context.kernels
         self.gate_up = GateUpParallel(hidden, intermediate, context)
-        self.down = RowParallel(intermediate, hidden, context, what="intermediate features of the shared expert")
+        self.down = RowParallel(intermediate, hidden, context, features=self.gate_up.features)
         self.gate = SharedExpertGate(hidden, context) if gated else None
 
     def add_to(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Relu2SharedExpert(nn.Module):
         super().__init__()
         self.kernels = context.kernels
         self.up = ColumnParallel(hidden, intermediate, context, what="intermediate features of the shared expert")
-        self.down = RowParallel(intermediate, hidden, context, what="intermediate features of the shared expert")
+        self.down = RowParallel(intermediate, hidden, context, features=self.up.features)
 
     def add_to(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:
         """As SharedExpert.add_to."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.kernels.matmul import autotune, choice_table, codes, norm, skinny
@@ -87,7 +88,8 @@ class TunedProducts:
         if weight.parts:
             made = (self.quantised_for(part, tokens, dtype, numbers=True) for part in weight.parts)
             return next((one for one in made if one is not None), None)
-        if weight.format.block is None or tokens == 0 or weight.format.activation_cap is not None:
+        form = weight.format
+        if form.block is None or form.code is not None or tokens == 0 or form.activation_cap is not None:
             return None  # what cuts activations is a separate launch
         shape = LinearShape(tokens, weight.outputs, weight.inner, dtype, False, gate_up, weight.format.block)
         if not reads_codes(shape, self.choice(shape)):
@@ -97,10 +99,15 @@ class TunedProducts:
     def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
         if weight.parts:
             return torch.cat([self.linear(x_TN, part) for part in weight.parts], -1)
+        if weight.format.code is not None:
+            self._slower["four_bit_products"] = (
+                f"no kernel takes {weight.format.name} weights: decoded for each product"
+            )
+            return F.linear(numbers_of(x_TN), weight.plain(x_TN.dtype), weight.bias)
         return self._run(x_TN, weight, False, False)[0](_whole(x_TN, weight), weight)[0]
 
     def linear_push(self, buffers: PeerBuffers, x_TN: Activations, weight: Weight) -> tuple[Tensor, bool]:
-        if weight.parts:
+        if _composed(weight):
             return self.linear(x_TN, weight), False
         run, pushes = self._run(x_TN, weight, False, False)
         return run(_whole(x_TN, weight), weight, buffers=buffers if pushes else None)[0], pushes
@@ -108,14 +115,14 @@ class TunedProducts:
     def add_norm_linear(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        if weight.parts:
+        if _composed(weight):
             into = self.quantised_for(weight, x_TN.shape[0], x_TN.dtype)
             hidden_TN = norm.rms_norm(x_TN.contiguous(), residual_TN, norm_N, eps, self.pdl, into)
             return self.linear(into or hidden_TN, weight), x_TN if residual_TN is None else residual_TN
         return self._run(x_TN, weight, True, False)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
 
     def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
-        if weight.parts:
+        if _composed(weight):
             return norm.silu_mul(self.linear(x_TN, weight), self.pdl, into)
         options = {} if into is None else {"into": into}
         run = self._run(x_TN, weight, False, True, into is not None)[0]
@@ -130,7 +137,7 @@ class TunedProducts:
         weight: Weight,
         into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if weight.parts:
+        if _composed(weight):
             hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
             return norm.silu_mul(hidden_T2I, self.pdl, into), residual_TN
         options = {} if into is None else {"into": into}
@@ -140,7 +147,7 @@ class TunedProducts:
     def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
         rows = x_TN.shape[0]
-        if rows <= LARGE_STEP or down.bias is not None or down.parts:
+        if rows <= LARGE_STEP or down.bias is not None or _composed(down):
             into = self.quantised_for(down, rows, x_TN.dtype)
             hidden_TI = self.gate_up(x_TN, gate_up, into)
             return self.linear(into or hidden_TI, down)
@@ -348,6 +355,11 @@ class TunedProducts:
         run, _ = product(self, shape, choice, into is not None)
         options = {} if into is None else {"into": into}
         return run(x_MK.contiguous(), weight, residual_MK, norm_K, eps, **options)
+
+
+def _composed(weight: Weight) -> bool:
+    """Whether products are those of its parts, or of decoded numbers."""
+    return bool(weight.parts) or weight.format.code is not None
 
 
 def _whole(x_TN: Activations, weight: Weight) -> Activations:

@@ -12,15 +12,14 @@ another; shards are always balanced, but narrow.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
-from parallel.layers.mxfp4 import BLOCK, Mxfp4Shard, Mxfp4Target
-from parallel.layers.shard import ScatteredShard, Shard, ShardContext, ShardedModule, divisors, even_share, whole
+from parallel.layers.shard import FeatureShard, ScatteredShard, Shard, ShardContext, ShardedModule, divisors, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,7 @@ class ExpertWeights(ShardedModule):
     ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
     every rank has a share of each expert, and without a gate. ``biases``: both matrices have one [G, ...]; that of
-    down is added on one rank. Checkpoints of such experts have them transposed, or as MXFP4 codes, gate and up in
-    turn.
+    down is added on one rank. Checkpoints of such experts have them transposed, or as codes, gate and up in turn.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
@@ -112,21 +110,18 @@ class ExpertWeights(ShardedModule):
         self.experts = experts
         self.intermediate = intermediate
         self.held = tuple(range(experts))
-        self.share = intermediate
-        self.start = 0  # of this rank's features in an expert's
+        features = FeatureShard(0, intermediate, intermediate)
         if split.whole:
             before, groups = (split.exchange.index, split.exchange.groups) if split.exchange is not None else (0, 1)
             rank, size = before * placement.size + placement.rank, groups * placement.size
             self.held = held_experts(experts, rank, size, split.orders.get(layer))
         else:
-            self.share = even_share("intermediate features of an expert", intermediate, placement.size)
-            self.start = placement.rank * self.share
-        padded = -(-self.share // placement.kernels.expert_tile) * placement.kernels.expert_tile
+            features = FeatureShard.of("intermediate features of an expert", intermediate, placement)
+        self.start, self.share = features.start, features.count  # of this rank's features in an expert's
+        padded = -(-features.width // placement.kernels.expert_tile) * placement.kernels.expert_tile
         self.gate_up = placement.weight(len(self.held) + shared, (2 if gated else 1) * padded, hidden, bias=biases)
         self.down = placement.weight(len(self.held) + shared, hidden, padded, bias=biases)
-        if padded > self.share:
-            for _, tensor in (*self.gate_up.tensors, *self.down.tensors):
-                tensor.zero_()
+        replace(features, width=padded).clear_padding(self.gate_up, self.down)
         self.adds_bias = split.whole or placement.rank == 0
         if self.down.bias is not None and not self.adds_bias:
             self.down.bias.zero_()
@@ -175,29 +170,28 @@ class ExpertWeights(ShardedModule):
     def layouts(self) -> tuple[Mapping[str, Shard | ScatteredShard], ...]:
         """Matrices of each expert, or the fused layout of transformers 5: [E, 2 * all I, N] and [E, N, all I], or
         [E, all I, N] without a gate."""
-        return self.shards(), self._fused() if self.gate_up.bias is None else self._mxfp4()
+        return self.shards(), self._fused() if self.gate_up.bias is None else self._interleaved()
 
-    def _mxfp4(self) -> dict[str, Shard | ScatteredShard]:
-        """Codes [E, outputs, inner / 32, 16] and scales [E, outputs, inner / 32] of both matrices, and their biases."""
-        hidden, share, total = self.down.outputs, self.share, self.intermediate
+    def _interleaved(self) -> dict[str, Shard | ScatteredShard]:
+        """[E, 2 * all I, N] and [E, N, all I] of codes, with biases; rows 2i and 2i + 1 are gate and up of feature i.
+        Reads only the held experts."""
+        hidden, start, total = self.down.outputs, self.start, self.intermediate
         found = {name: shard for name, shard in self._transposed().items() if name.endswith("_bias")}
-        features = slice(2 * self.start, 2 * (self.start + share))
-        blocks = slice(self.start // BLOCK, -(-(self.start + share) // BLOCK))
-        targets = {
-            "gate_up_proj": ((2 * total, hidden // BLOCK), (features, slice(0, hidden // BLOCK)), 0),
-            "down_proj": ((hidden, total // BLOCK), (slice(0, hidden), blocks), self.start % BLOCK),
+        everything, features = slice(0, hidden), slice(start, start + self.share)
+        gate_up, down = [], []
+        for local, expert in enumerate(self.held):
+            here, held = slice(expert, expert + 1), slice(local, local + 1)
+            for half in range(2):
+                rows = slice(2 * start + half, 2 * (start + self.share), 2)
+                target = self.gate_up.cells[held, half * self.up : half * self.up + self.share]
+                gate_up.append(Shard((self.experts, 2 * total, hidden), (here, rows, everything), target))
+            target = self.down.cells[held, :, : self.share]
+            down.append(Shard((self.experts, hidden, total), (here, everything, features), target))
+        return {
+            "gate_up_proj_blocks": ScatteredShard(tuple(gate_up)),
+            "down_proj_blocks": ScatteredShard(tuple(down)),
+            **found,
         }
-        for name, (shape, ranges, first) in targets.items():
-            codes, scales = [], []
-            for local, expert in enumerate(self.held):
-                gate_up = self.gate_up.cells[local].view(2, -1, hidden)[:, :share].transpose(0, 1)
-                part = (gate_up if name == "gate_up_proj" else self.down.cells[local, :, :share]).unsqueeze(0)
-                into, here = Mxfp4Target(part, first), (slice(expert, expert + 1), *ranges)
-                shapes = (self.experts, *shape), (self.experts, *shape, BLOCK // 2)
-                codes.append(Mxfp4Shard(shapes[1], (*here, slice(0, BLOCK // 2)), part, into=into))
-                scales.append(Mxfp4Shard(shapes[0], here, part, into=into, scales=True))
-            found |= {f"{name}_blocks": ScatteredShard(tuple(codes)), f"{name}_scales": ScatteredShard(tuple(scales))}
-        return found
 
     def _transposed(self) -> dict[str, Shard | ScatteredShard]:
         """[E, N, 2 * all I] and [E, all I, N], with biases [E, 2 * all I] and [E, N]; columns 2i and 2i + 1 are gate

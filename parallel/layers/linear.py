@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.quantised import Activations
 from parallel.layers.shard import (
+    FeatureShard,
     HeadShard,
     ScatteredShard,
     Shard,
@@ -31,12 +32,14 @@ from parallel.layers.shard import (
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [start, start + count) of a checkpoint matrix with ``total`` rows; ``prefix`` names the matrix."""
+    """Rows [start, start + count) of a checkpoint matrix with ``total`` rows; ``prefix`` names the matrix. ``padding``:
+    so many rows follow them in the stack."""
 
     prefix: str
     total: int
     start: int
     count: int
+    padding: int = 0
 
 
 class StackedColumns(ShardedModule):
@@ -49,7 +52,7 @@ class StackedColumns(ShardedModule):
         super().__init__()
         self.pieces = tuple(pieces)
         self.placement = placement
-        counts = [piece.count for piece in pieces]
+        counts = [piece.count + piece.padding for piece in pieces]
         self.weight = placement.weight(sum(counts), inputs, bias=bias, parts=counts)
 
     def forward(self, x_TN: Activations) -> Tensor:
@@ -60,12 +63,13 @@ class StackedColumns(ShardedModule):
         first = 0
         for piece in self.pieces:
             found |= rows_of(piece.prefix, self.weight.rows(first, piece.count), piece.total, piece.start)
-            first += piece.count
+            first += piece.count + piece.padding
         return found
 
 
 class ColumnParallel(StackedColumns):
-    """One matrix split by outputs: [T, inputs] -> [T, outputs / size].
+    """One matrix split by outputs, which are features: [T, inputs] -> [T, outputs / size], or as many as ``features``
+    are wide.
 
     ``what`` names the outputs in errors. Raises ValueError where they cannot be split evenly.
     """
@@ -73,21 +77,27 @@ class ColumnParallel(StackedColumns):
     def __init__(
         self, inputs: int, outputs: int, placement: ShardContext, bias: bool = False, what: str = "outputs"
     ) -> None:
-        share = even_share(what, outputs, placement.size)
-        super().__init__(inputs, [Rows("", outputs, placement.rank * share, share)], placement, bias)
+        self.features = FeatureShard.of(what, outputs, placement)
+        super().__init__(inputs, [_feature_rows("", outputs, self.features)], placement, bias)
+        self.features.clear_padding(self.weight)
 
 
 class GateUpParallel(StackedColumns):
-    """The gate and up projections of a gated MLP: [T, N] -> [T, 2 * I / size], gate's share first.
+    """The gate and up projections of a gated MLP: [T, N] -> [T, 2 * I / size], gate's share first; each as wide as
+    ``features``.
 
     Raises ValueError where the intermediate size cannot be split evenly.
     """
 
     def __init__(self, inputs: int, intermediate: int, placement: ShardContext, bias: bool = False) -> None:
-        share = even_share("intermediate features", intermediate, placement.size)
-        start = placement.rank * share
-        pieces = [Rows(prefix, intermediate, start, share) for prefix in ("gate.", "up.")]
+        self.features = FeatureShard.of("intermediate features", intermediate, placement)
+        pieces = [_feature_rows(prefix, intermediate, self.features) for prefix in ("gate.", "up.")]
         super().__init__(inputs, pieces, placement, bias)
+        self.features.clear_padding(self.weight)
+
+
+def _feature_rows(prefix: str, total: int, features: FeatureShard) -> Rows:
+    return Rows(prefix, total, features.start, features.count, features.width - features.count)
 
 
 class QKVParallel(StackedColumns):
@@ -241,18 +251,28 @@ class RowParallel(ShardedModule):
     """y = sum over ranks of x_local W_local^T (+ b): [T, inputs / size] -> [T, outputs], the same on every rank.
 
     One all-reduce: when small, it is fused with the RMSNorm that follows (PendingAllReduce), and the matmul may push
-    its partial sum to the peers while it computes. ``what`` names the inputs in errors. Raises ValueError where they
-    cannot be split evenly.
+    its partial sum to the peers while it computes. ``what`` names the inputs in errors; ``features``: this rank's, by
+    default an even share. Raises ValueError where they cannot be split evenly.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, placement: ShardContext, bias: bool = False, what: str = "inputs"
+        self,
+        inputs: int,
+        outputs: int,
+        placement: ShardContext,
+        bias: bool = False,
+        what: str = "inputs",
+        features: FeatureShard | None = None,
     ) -> None:
         super().__init__()
         self.inputs = inputs
         self.placement = placement
-        self.local_inputs = even_share(what, inputs, placement.size)
-        self.weight = placement.weight(outputs, self.local_inputs, bias=bias)
+        if features is None:
+            share = even_share(what, inputs, placement.size)
+            features = FeatureShard(placement.rank * share, share, share)
+        self.features = features
+        self.weight = placement.weight(outputs, features.width, bias=bias)
+        features.clear_padding(self.weight)
         # What this rank multiplies with: a bias is added once to the sum, so by exactly one rank.
         self.own = self.weight if placement.rank == 0 else self.weight.unbiased
 
@@ -269,9 +289,9 @@ class RowParallel(ShardedModule):
         return self.placement.collectives.all_reduce_before_norm(part_TN)
 
     def shards(self) -> dict[str, Shard]:
-        weight, start = self.weight, self.placement.rank * self.local_inputs
-        ranges = (slice(0, weight.outputs), slice(start, start + self.local_inputs))
-        found = {"weight": Shard((weight.outputs, self.inputs), ranges, weight.cells)}
+        weight, features = self.weight, self.features
+        ranges = (slice(0, weight.outputs), slice(features.start, features.start + features.count))
+        found = {"weight": Shard((weight.outputs, self.inputs), ranges, weight.cells[:, : features.count])}
         if weight.bias is not None:
             found["bias"] = whole(weight.bias)
         return found

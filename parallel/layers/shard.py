@@ -225,6 +225,36 @@ def even_share(what: str, total: int, size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureShard:
+    """The features [start, start + count) of one rank, out of those between two matrices, in matrices of ``width``."""
+
+    start: int
+    count: int
+    width: int
+
+    @classmethod
+    def of(cls, what: str, total: int, placement: ShardContext) -> FeatureShard:
+        """An even part of ``total``, or a number of whole edges (``WeightPlan.edge``) where it has none, padded to
+        those of the largest part. ValueError naming the sizes that divide ``total``."""
+        share, edge = even_share(what, total, placement.size), placement.plan.edge
+        if share % edge == 0 or placement.size == 1:
+            return cls(placement.rank * share, share, share)
+        edges = -(-total // edge)
+        start, stop = (
+            min(total, rank * edges // placement.size * edge) for rank in (placement.rank, placement.rank + 1)
+        )
+        return cls(start, stop - start, -(-edges // placement.size) * edge)
+
+    def clear_padding(self, *weights: Weight) -> None:
+        """Zeros, where what is loaded leaves some of a matrix as it is."""
+        if self.width > self.count:
+            for weight in weights:
+                for tensor in (weight.data, weight.bias, *(part.data for part in weight.parts)):
+                    if tensor is not None:
+                        tensor.zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class HeadShard:
     """The query and key/value heads of one rank (grouped-query attention, Ainslie et al. 2023).
 

@@ -210,7 +210,8 @@ class Weight:
 
     @property
     def unbiased(self) -> Weight:
-        return replace(self, bias=None, parts=tuple(part.unbiased for part in self.parts))
+        cells = None if self.format.code is None else self.cells
+        return replace(self, bias=None, parts=tuple(part.unbiased for part in self.parts), shared_cells=cells)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The numbers that are meant: ``data`` itself where it has no scales, else codes times scales, computed in
@@ -244,11 +245,13 @@ class WeightPlan:
     """The formats of a model's matrices, in the order in which its layers make them.
 
     A model is built twice: first without memory (on the meta device), which notes its matrices in ``made``, then with
-    the ``formats`` that its checkpoint asks for.
+    the ``formats`` that its checkpoint asks for. ``edge``: columns of which shards of features are multiples, where an
+    even split would cut smaller groups of scales.
     """
 
-    def __init__(self, formats: Sequence[tuple[WeightFormat | None, ...]] = ()) -> None:
+    def __init__(self, formats: Sequence[tuple[WeightFormat | None, ...]] = (), edge: int = 1) -> None:
         self.made: list[PlannedWeight] = []
+        self.edge = edge
         self._formats = formats
 
     def next_formats(self, parts: int) -> tuple[WeightFormat | None, ...]:

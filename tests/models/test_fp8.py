@@ -25,8 +25,8 @@ from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
-from models.quantization import ALGORITHMS, READERS, STRATEGIES, read_quantization
-from models.registry import ARCHITECTURES, config_from_dict, config_from_folder, model_class
+from models.quantization import read_quantization
+from models.registry import config_from_dict, config_from_folder, model_class
 from models.weights import load_model, without_memory
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
@@ -120,28 +120,6 @@ def test_each_rank_holds_what_the_codes_mean(model: str, letter: str, tmp_path: 
             check_same(load(coded, rank, size), load(plain, rank, size))
     if {"num_experts", "num_local_experts"} & MODELS[model].keys():
         check_same(load(coded, 1, 2, whole=True), load(plain, 1, 2, whole=True))
-
-
-def test_the_page_says_what_is_tried() -> None:
-    """Rows of the page, tables of the code, and CASES are the same schemes; each of every family of the registry."""
-    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
-    rows = [row.split("|")[2:5:2] for row in page.partition("| producer |")[2].partition("\n\n")[0].splitlines()[2:]]
-    said = [set(re.findall(r"`([\w-]+)`", config)) for config, _ in rows]
-    assert [families.strip() for _, families in rows] == ["all"] * len(rows)
-    code = {*READERS, *ALGORITHMS, *STRATEGIES, "MIXED_PRECISION", "weight_block_size"}
-    assert set().union(*said) == code
-    tried: set[str] = set()
-    for scheme in schemes().values():
-        config = scheme.config
-        own = {config["quant_method"], config.get("quant_algo")} - {None}
-        own |= {group["weights"]["strategy"] for group in config.get("config_groups", {}).values()}
-        own |= {"weight_block_size"} & config.keys()
-        assert any(own <= row for row in said), own
-        tried |= own
-    assert tried == code
-    families = {model_class(str(model["architectures"][0])) for model in MODELS.values()}
-    assert families == set(ARCHITECTURES.values())
-    assert {case.values for case in CASES} == {(model, letter) for model in MODELS for letter in schemes()}
 
 
 def test_blocks_that_a_shard_cuts_are_repeated_in_finer_ones(tmp_path: Path) -> None:

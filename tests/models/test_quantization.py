@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from models.quantization import Quantization, read_quantization
+from models.quantization import FourBitScheme, Fp8Scheme, Quantization, read_quantization
 from tests.models.quantised import schemes
 
 LAYER = "model.layers.3."
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
 def read(config: dict[str, Any]) -> Quantization:
@@ -32,12 +36,17 @@ def compressed(**changes: Any) -> dict[str, Any]:
     return {**config, "config_groups": {"group_0": group}, **above}
 
 
+def int4(**changes: Any) -> dict[str, Any]:
+    given = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **changes}
+    return compressed(format="pack-quantized", **given)
+
+
 @pytest.mark.parametrize("letter", schemes())
 def test_every_scheme_is_read(letter: str) -> None:
     scheme = schemes()[letter]
     found = read({**scheme.config, scheme.ignore: ["lm_head"]})
     matrix = found.scheme(f"{LAYER}mlp.up_proj")
-    assert matrix is not None
+    assert isinstance(matrix, Fp8Scheme)
     assert found.scheme("lm_head") is None
     rows, columns = scheme.grid
     assert matrix.granularity == ("block" if rows > 1 else "row" if rows else "tensor")
@@ -121,23 +130,52 @@ def test_layers_of_a_mixed_export_have_an_algorithm_each() -> None:
     layers = {f"{LAYER}mixer.in_proj": {"quant_algo": "FP8"}, "model.layers.4.*": {"quant_algo": "FP8_PB_WO"}}
     found = read({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
     in_proj, up = found.scheme(f"{LAYER}mixer.in_proj"), found.scheme("model.layers.4.mixer.up_proj")
-    assert in_proj is not None
+    assert isinstance(in_proj, Fp8Scheme)
     assert in_proj.granularity == "tensor"
-    assert up is not None
+    assert isinstance(up, Fp8Scheme)
     assert up.block == (128, 128)
     assert found.scheme("model.layers.5.mixer.in_proj") is None
 
 
 @pytest.mark.parametrize(
+    ("config", "layout", "group", "zeros", "ordered"),
+    [
+        (int4(), "pack-quantized", 128, False, False),
+        (int4(group_size=32, symmetric=False, actorder="weight"), "pack-quantized", 32, True, False),
+        (int4(actorder="group"), "pack-quantized", 128, False, True),
+        (int4(strategy="channel", group_size=-1), "pack-quantized", 0, False, False),
+        (AWQ, "awq", 128, True, False),
+        (GPTQ, "gptq_v2", 128, False, False),  # symmetric: what is stored as zeros does not count
+        ({**GPTQ, "sym": False}, "gptq", 128, True, False),
+        ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True}, "gptq_v2", 128, True, True),
+        ({**MODELOPT, "quant_algo": "NVFP4", "group_size": 16}, "NVFP4", 16, False, False),
+        ({"quant_method": "mxfp4"}, "mxfp4", 32, False, False),
+    ],
+)
+def test_four_bits_are_read(config: dict[str, Any], layout: str, group: int, zeros: bool, ordered: bool) -> None:
+    scheme = read(config).scheme(f"{LAYER}mlp.up_proj")
+    assert isinstance(scheme, FourBitScheme)
+    assert (scheme.layout, scheme.group, scheme.zeros, scheme.ordered) == (layout, group, zeros, ordered)
+
+
+def test_a_pattern_of_gptq_leaves_modules_as_they_are() -> None:
+    found = read({**GPTQ, "dynamic": {"-:.*mlp.gate$": {}}})
+    assert found.scheme(f"{LAYER}mlp.gate") is None
+    assert found.kept_by(f"{LAYER}mlp.gate") == "'dynamic' entry '-:.*mlp.gate$'"
+    assert found.scheme(f"{LAYER}mlp.gate_proj") is not None
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "awq"}, "'quant_method' 'awq' is not supported; supported are fp8, compressed-tensors"),
+        ({"quant_method": "aqlm"}, "'quant_method' 'aqlm' is not supported; supported are fp8, compressed-tensors"),
         ({**FP8, "fmt": "e5m2"}, "'fmt' 'e5m2' is not supported"),
         ({**FP8, "activation_scheme": "rowwise"}, "'activation_scheme' 'rowwise'"),
         ({**FP8, "weight_block_size": [128]}, "'weight_block_size' must be two sizes"),
         ({**FP8, "weight_block_size": [100, 128]}, "'weight_block_size' must be two powers of two, not"),
         ({**FP8, "modules_to_not_convert": "lm_head"}, "'modules_to_not_convert' must be a list of names"),
-        ({**MODELOPT, "quant_algo": "NVFP4"}, "'quant_algo' NVFP4 is not supported; supported are FP8, "),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "'quant_algo' W4A8_AWQ is not supported; supported are FP8, "),
+        ({**MODELOPT, "quant_algo": "NVFP4", "group_size": 32}, "'group_size' 32 is not supported; supported: 16"),
         (
             {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A16"}}},
             "entry 'a'",
@@ -146,7 +184,24 @@ def test_layers_of_a_mixed_export_have_an_algorithm_each() -> None:
         (compressed(type="int"), "'config_groups.group_0.weights.type' 'int'"),
         (compressed(strategy="group"), "'config_groups.group_0.weights.strategy' 'group'"),
         (compressed(strategy="block"), "'config_groups.group_0.weights.block_structure' is missing"),
-        (compressed(format="pack-quantized"), "'format' 'pack-quantized' is not supported"),
+        (
+            compressed(format="int-quantized"),
+            "'format' 'int-quantized' is not supported; supported are float-quantized, ",
+        ),
+        (
+            compressed(format="pack-quantized"),
+            "'config_groups.group_0.weights.num_bits' 8 is not supported; supported: 4",
+        ),
+        (int4(group_size=100), "'config_groups.group_0.weights.group_size' 100 is not supported; supported: powers of"),
+        (int4(strategy="tensor"), "'config_groups.group_0.weights.strategy' 'tensor'"),
+        (int4(actorder="column"), "'config_groups.group_0.weights.actorder' 'column'"),
+        ({**AWQ, "bits": 8}, "'bits' 8 is not supported; supported: 4"),
+        ({**AWQ, "version": "gemv"}, "'version' 'gemv' is not supported; supported: 'gemm'"),
+        ({**AWQ, "zero_point": False}, "'zero_point' False is not supported"),
+        ({**AWQ, "group_size": None}, "'group_size' None is not supported; supported: powers of two, -1"),
+        ({**GPTQ, "bits": 3}, "'bits' 3 is not supported"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "'checkpoint_format' 'marlin' is not supported"),
+        ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, "'dynamic' entry '+:.*up_proj' is not supported"),
         (compressed(ignore=["re:("]), "'re:(' is not a regular expression"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparsity_config.format'"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "'activation_scale_ub' must be a positive number"),

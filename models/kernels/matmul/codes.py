@@ -103,6 +103,8 @@ def decoded(weight: Weight, dtype: torch.dtype, pdl: bool) -> Tensor:
     """The numbers [O, K] that a matrix of codes means, in ``dtype``."""
     if weight.scale is None or weight.format.block is None:
         return weight.data
+    if weight.format.code is not None:
+        return weight.plain(dtype)
     rows, columns = weight.format.block
     out_OK = torch.empty(weight.data.shape, dtype=dtype, device=weight.data.device)
     block = 4096

@@ -20,7 +20,7 @@ from parallel.layers.weight import Weight
 class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
     whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat). ``biased``: with
-    biases and a clamped activation, which grouped_tma.py does not take."""
+    biases and a clamped activation, which grouped_tma.py does not take. ``four_bits``: which no kernel takes."""
 
     tokens: int
     choices: int
@@ -32,6 +32,7 @@ class ExpertCall(NamedTuple):
     loadable: bool
     blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
     biased: bool = False
+    four_bits: bool = False
 
 
 def _call(
@@ -47,12 +48,15 @@ def _call(
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
     loadable = blocks == (None, None) and grouped_tma.supports(gate_up.data, down.data)
+    four_bits = gate_up.format.code is not None or down.format.code is not None
     sizes = down.data.shape[0], down.outputs, gate_up.outputs, down.inner
-    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, gate_up.bias is not None)
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, gate_up.bias is not None, four_bits)
 
 
 def _ragged(call: ExpertCall) -> str | None:
     """Tensor cores need multiples of 16."""
+    if call.four_bits:
+        return "four-bit weights"
     if call.hidden % 16 == 0 and call.inner % 16 == 0:
         return None
     return f"a hidden size of {call.hidden} is no multiple of 16"

@@ -16,6 +16,7 @@ from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
 from launch.sweep.world import jobs_text, room_text
 from models.cache_layout import CacheLayout, SlotState
 from models.config import ModelConfig
+from models.quantization import read_quantization
 from models.registry import ARCHITECTURES, config_from_dict, config_from_folder
 from parallel.layers.shard import HeadShard, Shard, VocabShard
 from parallel.topology import ParallelDegrees
@@ -98,6 +99,17 @@ def test_bytes_of_fp8_weights_and_their_scales() -> None:
     heads = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
     codes = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
     assert whole.weight_bytes == numbers.weight_bytes - codes + codes * 4 // 128**2
+
+
+def test_bytes_of_four_bit_weights_and_their_scales() -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    config = config_of("qwen3-8b")
+    four = replace(config, quantization=read_quantization({"quantization_config": awq}))
+    (whole,), (numbers,) = (parts_of(one, ParallelDegrees()).values() for one in (four, config))
+    heads = config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    codes = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    assert whole.weight_bytes == numbers.weight_bytes - 2 * codes + codes // 2 + codes * 3 // 128
+    assert not errors_of(four, ParallelDegrees(4, 4))
 
 
 def test_state_of_slots_is_taken_from_the_room_for_kv(monkeypatch: pytest.MonkeyPatch) -> None:

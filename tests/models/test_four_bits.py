@@ -1,0 +1,201 @@
+"""Four-bit checkpoints: every format, family and split holds the float32 numbers that its codes mean.
+
+The oracle is tests/models/quantised4.py: it writes codes by formula, and the plain folder that they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.checkpoint import WeightsError
+from models.layers.decoder import Decoder
+from models.quantization import ALGORITHMS, FOUR_BITS, READERS, STRATEGIES
+from models.registry import ARCHITECTURES, config_from_dict, model_class
+from runtime.model_checks import FP8_CAPABILITY
+from tests.models.quantised import schemes as fp8_schemes
+from tests.models.quantised4 import Scheme, gpt_oss_experts, ordered, quantise, schemes
+from tests.models.test_fp8 import CASES as FP8_CASES
+from tests.models.test_fp8 import KEPT, answers, ignored, load, weights
+from tests.models.test_fp8 import MODELS as FP8_MODELS
+from tests.models.tiny_checkpoint import TINY, full_tensors, write
+
+DENSE_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 48,
+}
+DENSE: dict[str, Any] = TINY | DENSE_SIZES
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_key_value_heads": 8,
+    "intermediate_size": 2880 // 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": DENSE,
+    "qwen3-moe": DENSE | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]},
+    "gpt-oss": DENSE | GPT_OSS,
+}
+
+
+def write_both(folder: Path, config: dict[str, Any], scheme: Scheme | None) -> tuple[Path, Path]:
+    """(folder of codes in three files, folder of the numbers that they mean). None: as gpt-oss ships."""
+    tensors = full_tensors(config_from_dict(config))
+    if scheme is None:
+        said: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "self_attn"]}
+        stored, meant = gpt_oss_experts(tensors)
+    else:
+        stored, meant, said = quantise(tensors, scheme, lambda name: bool(KEPT.search(name)), ignored(tensors))
+    coded, plain = folder / "coded", folder / "plain"
+    for made in (coded, plain):
+        made.mkdir()
+    write(coded, stored, files=3, config=config | {"quantization_config": said})
+    write(plain, {name: tensor.clone() for name, tensor in meant.items()}, config=config)
+    return coded, plain
+
+
+def check_same(coded: Decoder, plain: Decoder, *, exact: bool = True) -> None:
+    """``exact``: bit for bit; otherwise but for the rounding of a reciprocal."""
+    found, expected = dict(weights(coded)), dict(weights(plain))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        if exact:
+            assert torch.equal(weight.plain(torch.float32), expected[name].data), name
+        else:
+            torch.testing.assert_close(weight.plain(torch.float32), expected[name].data, rtol=3e-7, atol=0)
+    assert any(part.format.code for weight in found.values() for part in weight.parts or (weight,))
+
+
+@pytest.mark.parametrize("name", schemes())
+def test_each_rank_holds_what_the_codes_mean(name: str, tmp_path: Path) -> None:
+    """Two ranks have 80 features each: groups of 32 become groups of 16."""
+    coded, plain = write_both(tmp_path, MODELS["qwen3"], schemes()[name])
+    for rank, size in ((0, 1), (1, 2)):
+        check_same(load(coded, rank, size), load(plain, rank, size), exact=name != "nvfp4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4-zeros", "awq", "gptq", "nvfp4-modelopt", "mxfp4"])
+def test_each_rank_holds_its_experts(name: str, tmp_path: Path) -> None:
+    coded, plain = write_both(tmp_path, MODELS["qwen3-moe"], schemes()[name])
+    for rank, size, whole in ((0, 1, False), (1, 2, False), (1, 2, True)):
+        check_same(load(coded, rank, size, whole=whole), load(plain, rank, size, whole=whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "whole"), [(1, False), (2, False), (2, True), (4, False)])
+def test_experts_of_gpt_oss_stay_codes(size: int, whole: bool, tmp_path: Path) -> None:
+    """576 features are 144 on each of four ranks: half of a group of 32 lies on each side of an edge."""
+    coded, plain = write_both(tmp_path, MODELS["gpt-oss"], None)
+    for rank in range(size):
+        found = load(coded, rank, size, whole=whole)
+        check_same(found, load(plain, rank, size, whole=whole))
+        down = dict(weights(found))["layers.0.mlp.experts.down"]
+        assert down.format.name == ("mxfp4_1x16" if size == 4 else "mxfp4_1x32")
+
+
+FEATURES = {
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 192,
+    "mamba_head_dim": 16,
+}
+OF_FAMILIES = {
+    name: config | DENSE_SIZES | {key: size for key, size in FEATURES.items() if key in config}
+    for name, config in FP8_MODELS.items()
+    if name != "gpt-oss"
+}
+CASES = [
+    pytest.param(model, name, marks=pytest.mark.slow if name == "int4-zeros" else pytest.mark.long)
+    for model in OF_FAMILIES
+    for name in schemes()
+]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_every_family_holds_what_the_codes_mean(model: str, name: str, tmp_path: Path) -> None:
+    coded, plain = write_both(tmp_path, OF_FAMILIES[model], schemes()[name])
+    for rank, size in ((0, 1), (1, 2)):
+        check_same(load(coded, rank, size), load(plain, rank, size), exact=name != "nvfp4")
+
+
+def test_the_page_says_what_is_tried() -> None:
+    """Rows of the page, tables of the code, and the cases of this file and test_fp8.py are the same schemes; each of
+    every family of the registry."""
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+    table = page.partition("| producer |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    said = [set(re.findall(r"`([\w-]+)`", row[1])) for row in rows]
+    eight = {*READERS, *ALGORITHMS, *STRATEGIES, "MIXED_PRECISION", "weight_block_size"} - FOUR_BITS.keys()
+    assert set().union(*said) == {*eight, *FOUR_BITS, "group"}
+    for row, names in zip(rows, said, strict=True):
+        of_four = bool(names & FOUR_BITS.keys())
+        assert row[2] == ("4" if of_four else "8")
+        assert row[4] == ("gpt-oss" if names == {"mxfp4"} else "all")
+        assert row[5] == ("8.0" if of_four else ".".join(map(str, FP8_CAPABILITY)))
+    tried: set[str] = set()
+    four = [*schemes().values(), *ordered().values()]
+    for config in [*(one.config for one in fp8_schemes().values()), *(one.config for one in four)]:
+        own = {config["quant_method"], config.get("quant_algo")} - {None}
+        own |= {layer["quant_algo"] for layer in config.get("quantized_layers", {}).values()}
+        for group in config.get("config_groups", {}).values():
+            own |= {group["weights"]["strategy"], config["format"]} - {"tensor_group", "float-quantized"}
+        own |= {"weight_block_size"} & config.keys()
+        tried |= own
+    assert tried | {"mxfp4"} == {*eight, *FOUR_BITS, "group"}
+    families = set(ARCHITECTURES.values())
+    assert {model_class(str(model["architectures"][0])) for model in FP8_MODELS.values()} == families
+    assert {case.values for case in FP8_CASES} == {(model, letter) for model in FP8_MODELS for letter in fp8_schemes()}
+    assert OF_FAMILIES.keys() | {"gpt-oss"} == FP8_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", ordered())
+def test_groups_in_an_order_of_their_own_need_one_rank(name: str, tmp_path: Path) -> None:
+    coded, plain = write_both(tmp_path, MODELS["qwen3"], ordered()[name])
+    check_same(load(coded), load(plain))
+    with pytest.raises(WeightsError, match=r"in an order of its own .* columns are split over ranks: use one rank"):
+        load(coded, 1, 2)
+
+
+def joined(models: list[Decoder], name: str, features: int, size: int) -> tuple[Tensor, Tensor]:
+    """(gate and up [2, features, N], down [N, features]) of all ranks, without what pads them."""
+    first, second = list[Tensor](), list[Tensor]()
+    for model in models:
+        found = dict(weights(model))
+        up, down = (found[f"{name}.{part}"].plain(torch.float32) for part in ("gate_up.weight", "down.weight"))
+        up = up.view(2, -1, up.shape[1])
+        count = (features // 16 * (len(first) + 1) // size - features // 16 * len(first) // size) * 16
+        assert up.shape[1] == down.shape[1] == -(-features // 16 // size) * 16
+        assert not bool(up[:, count:].any())
+        assert not bool(down[:, count:].any())
+        first.append(up[:, :count])
+        second.append(down[:, :count])
+    return torch.cat(first, 1), torch.cat(second, 1)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_edges_that_would_cut_groups_finer_than_16_lie_on_multiples_of_it(size: int, tmp_path: Path) -> None:
+    """160 features on 4 or 8 ranks: 40 or 20 each, of groups of 32."""
+    coded, plain = write_both(tmp_path, MODELS["qwen3"] | {"num_key_value_heads": 8}, schemes()["mxfp4"])
+    whole = dict(weights(load(plain)))
+    ranks = [load(coded, rank, size) for rank in range(size)]
+    gate_up, down = joined(ranks, "layers.0.mlp", 160, size)
+    assert torch.equal(gate_up.flatten(0, 1), whole["layers.0.mlp.gate_up.weight"].data)
+    assert torch.equal(down, whole["layers.0.mlp.down.weight"].data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3", "gpt-oss"])
+def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: Path) -> None:
+    coded, plain = write_both(tmp_path, MODELS[model], None if model == "gpt-oss" else schemes()["awq"])
+    assert answers(coded, "auto") == answers(coded, "auto", depth=0) == answers(plain, "auto")
