@@ -16,12 +16,14 @@ window's own KV, the arithmetic of recurrences and samplers; of drafters also no
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
 import torch
 
+from models.attention_spec import AttentionSpec
 from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
@@ -38,7 +40,8 @@ from runtime.speculative_config import SpeculativeConfig
 class Shape:
     """Values of a whole model. ``dense``: weights that every token meets; ``expert``: those of one expert, over all
     layers; ``kv``: what a token leaves in the layers that attend, over all ranks.
-    ``query_values``: of one token, over all layers that attend. ``coded_bytes``: of a weight that is stored as an FP8
+    ``query_values``: of one token, over all layers that attend. ``more``: both again, of layers with a window or
+    another shape; ``kv`` is of the others then. ``coded_bytes``: of a weight that is stored as an FP8
     code, its scale included; 0 without. ``kept``: of ``dense``, those that are not: head and routers. ``state_bytes``:
     what a row's recurrent state takes (float32), ``window_values``: values of its convolutions that a step reads or
     writes; both over all layers."""
@@ -53,6 +56,7 @@ class Shape:
     query_values: int = 0
     kept: int = 0
     coded_bytes: float = 0.0
+    more: tuple[tuple[KvGroup, int], ...] = ()
 
     @classmethod
     def from_folder(
@@ -65,10 +69,18 @@ class Shape:
     def of(cls, sizes: ModelConfig, kv_dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Shape:
         delta, mamba, experts = sizes.delta, sizes.mamba, sizes.experts
         recurrent = 0 if (mixers := delta or mamba) is None else len(mixers.layers)
-        attending = sizes.blocks.count("attention") if sizes.blocks else sizes.layers - recurrent
+        others = set(mixers.layers) if mixers else set()
+        others |= {number for number, kind in enumerate(sizes.blocks) if kind != "attention"}
+        specs = [sizes.attention_of(number) for number in range(sizes.layers) if number not in others]
+        groups = Counter((spec.kv_heads, spec.head_dim, spec.window) for spec in specs) or {(1, 1, None): 0}
+        first, *more = (
+            (_entries(heads, dim, kv_dtype, layers, window), layers * sizes.heads * dim)
+            for (heads, dim, window), layers in groups.items()
+        )
         sparse = 0 if experts is None else len(experts.layers)
         hidden, matrices = sizes.hidden_size, 2 if sizes.blocks else 3  # of an MLP
-        dense = attending * _attention(sizes, hidden, gates=int(delta is not None)) + sizes.vocab_size * hidden
+        dense = sum(_attention(sizes, hidden, spec, gates=int(delta is not None)) for spec in specs)
+        dense += sizes.vocab_size * hidden
         dense += (
             matrices
             * hidden
@@ -93,8 +105,9 @@ class Shape:
             expert=0 if experts is None else sparse * matrices * (latent or hidden) * experts.intermediate_size,
             experts=0 if experts is None else experts.count,
             experts_per_token=0 if experts is None else experts.per_token,
-            kv=_entries(sizes.kv_heads, sizes.head_dim, kv_dtype, attending),
-            query_values=attending * sizes.heads * sizes.head_dim,
+            kv=first[0],
+            query_values=first[1],
+            more=tuple(more),
             kept=kept,
             coded_bytes=0.0 if stored is None else _coded_bytes(stored, hidden),
             state_bytes=4 * recurrent * state,
@@ -220,15 +233,16 @@ def _of_eagle3(draft: Eagle3Config, ids: int, kv_dtype: torch.dtype) -> DrafterS
     )
 
 
-def _attention(sizes: ModelConfig, inputs: int, gates: int = 0) -> int:
-    """Weights of a layer's projections; ``gates``: a gate a query value."""
-    queries = sizes.heads * sizes.head_dim
-    return inputs * ((1 + gates) * queries + _entry(sizes)) + queries * sizes.hidden_size
+def _attention(sizes: ModelConfig, inputs: int, spec: AttentionSpec | None = None, gates: int = 0) -> int:
+    """Weights of a layer's projections, by default of the first; ``gates``: a gate a query value."""
+    spec = spec or sizes.attention_of(0)
+    queries, entries = sizes.heads * spec.head_dim, (2 - spec.values_are_keys) * spec.kv_heads * spec.head_dim
+    return inputs * ((1 + gates) * queries + entries) + queries * sizes.hidden_size
 
 
-def _entries(kv_heads: int, head_dim: int, dtype: torch.dtype, layers: int = 1) -> KvGroup:
+def _entries(kv_heads: int, head_dim: int, dtype: torch.dtype, layers: int = 1, window: int | None = None) -> KvGroup:
     """What a token leaves in ``layers``."""
-    return KvGroup(tuple(range(layers)), keys_and_values(kv_heads, head_dim, dtype), page_size=1)
+    return KvGroup(tuple(range(layers)), keys_and_values(kv_heads, head_dim, dtype, window), page_size=1)
 
 
 def _entry(sizes: ModelConfig) -> int:
@@ -329,8 +343,9 @@ def target_floor(shape: Shape, device: Ceilings, *, batch: int, length: float, t
         active = _experts_of_the_fullest_rank(shape, batch * tokens, device.ranks)
         flop = 2 * shape.expert * shape.experts_per_token * batch * tokens / device.ranks
         floor += device.products(shape.expert * active, flop, shape.coded_bytes)
-    attended = rows * length
-    floor += device.attention(shape.kv, attended, 4 * attended * tokens * shape.query_values / share)
+    for kv, values in ((shape.kv, shape.query_values), *shape.more):
+        attended = rows * (length if kv.window is None else min(length, kv.window + tokens - 1))
+        floor += device.attention(kv, attended, 4 * attended * tokens * values / share)
     passes = 1 if tokens == 1 else 2  # over the recurrence; the last of them writes
     moved = (passes + 1) * shape.state_bytes + passes * device.value_bytes * shape.window_values
     return floor + device.state(rows * moved / share)

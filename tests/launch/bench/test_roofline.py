@@ -14,8 +14,9 @@ from launch.bench.options import H200_BYTES_PER_S, H200_FLOP_PER_S
 from launch.bench.roofline import Shape, decode_floor
 from launch.bench.session import SHAPES
 from models.kv_group import KvGroup, Plane
-from models.registry import config_from_folder
-from tests.models.tiny_checkpoint import build
+from models.registry import config_from_dict, config_from_folder
+from tests.models.tiny_checkpoint import TINY, build
+from tests.models.tiny_families import FAMILIES
 
 PEERS = json.loads((Path(__file__).parents[3] / "docs" / "peers.json").read_text())
 FOLDERS = {"8B": "qwen3-8b", "0.6B": "qwen3-0.6b", "30B-A3B": "qwen3-30b-a3b"}
@@ -82,6 +83,7 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
     ("folder", "billions", "active"),
     [
         ("glm-4.5-air", 106.9, 13.4),
+        ("gpt-oss-20b", 20.9, 4.19),
         ("glm-4.5-355b-a32b", 352.8, 33.6),
         ("minimax-m2-230b-a10b", 228.7, 11.0),
         ("mistral-nemo-12b", 12.25, 12.25),
@@ -102,7 +104,23 @@ def test_hybrid_shapes_have_their_sizes_and_states(folder: str, billions: float,
     assert shape.dense + shape.expert * shape.experts_per_token + embedding == pytest.approx(active * 1e9, rel=0.02)
     layout = model.cache_layout
     assert shape.state_bytes + 4 * shape.window_values == layout.bytes_per_slot
-    assert 2 * shape.kv.bytes_per_token == layout.bytes_per_token, "bfloat16, and float32"
+    entries = sum(kv.bytes_per_token for kv in (shape.kv, *(kv for kv, _ in shape.more)))
+    assert 2 * entries == layout.bytes_per_token, "bfloat16, and float32"
+
+
+def test_layers_with_a_window_read_that_many_keys() -> None:
+    """gpt-oss: half of its layers see 128 tokens. Gemma 4: full layers with heads of another size."""
+    shape = Shape.from_folder(SHAPES / "gpt-oss-20b")
+    floor = partial(decode_floor, batch=2, ranks=1, value_bytes=2, bytes_per_s=1e12, flop_per_s=1e15)
+    of_token = 12 * 2 * 8 * 64 * 2  # layers, planes, heads, dims, bytes
+    assert floor(shape, length=100.0).kv_bytes == 2 * 2 * 100 * of_token
+    assert floor(shape, length=1000.0).kv_bytes == 2 * (1000 + 128) * of_token
+    config = config_from_dict(TINY | FAMILIES["gemma4"])
+    model, shape = build(config, device="meta"), Shape.of(config, torch.float32)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and "scalar" not in name)
+    assert shape.dense + config.vocab_size * config.hidden_size == pytest.approx(weights, rel=0.02)
+    kv = sum(kv.bytes_per_token for kv in (shape.kv, *(kv for kv, _ in shape.more)))
+    assert kv == model.cache_layout.bytes_per_token
 
 
 def test_state_is_read_and_written() -> None:
