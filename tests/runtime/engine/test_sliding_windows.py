@@ -25,6 +25,10 @@ from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import MIXED, request
+from tests.runtime.engine.serial_answers import serial_answers
+from tests.runtime.engine.tensor_ranks import tensor_rig
+from tests.runtime.engine.test_groups import Lives, ids_from
+from tests.runtime.engine.test_sessions import Talk, converse, same_as_requests
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers
 
 pytestmark = pytest.mark.slow
@@ -170,3 +174,36 @@ def test_captured_prefill_reads_the_table_of_its_group(depth: int, moved: list[i
     }
     life = live(mixture(), poison, depth=depth, shape=SHAPE, **how)
     same(life, retained(mixture()))
+
+
+@pytest.mark.parametrize(("depth", "blocks", "least"), [(0, 200, 8), (2, 200, 8), (2, 20, 4)])
+def test_sessions_go_on_behind_their_windows(
+    depth: int, blocks: int, least: int, moved: list[int], few_blocks: Callable[[int], None]
+) -> None:
+    """Parked between quanta and turns; with few blocks they are evicted and computed again."""
+    few_blocks(least)
+    fields: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "logprobs": 1, "stops": ()}
+    them = [Talk(request(i, prompt(20 + 9 * i, i), **fields), [(prompt(17, 20 + i), 20)], 3) for i in range(4)]
+    how: dict[str, Any] = {"blocks": blocks, "think": 4}
+    life = converse(them, depth=depth, rows=3, max_prefill_tokens=11, shape=SHAPE, **how)
+    same_as_requests(them, life, shape=SHAPE)
+    assert (life.counters["session_evictions"] > 0) == (blocks == 20)
+
+
+def test_two_ranks_move_their_windows_alike(moved: list[int]) -> None:
+    life = live(mixture(), depth=2, shape=SHAPE, over=lambda **how: tensor_rig(2, **how))
+    same(life, retained(mixture()))
+
+
+SPARSE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_groups_move_their_windows_on_by_themselves(depth: int, moved: list[int]) -> None:
+    """Every layer has a window; requests arrive in one group while another one decodes."""
+    shape = SPARSE | {"model_type": "mixtral", "num_hidden_layers": 2, "sliding_window": WINDOW}
+    first, second = mixture()[:3], ids_from(100, mixture()[3:])
+    lives = Lives([{0: first}, {9: second}], shape=shape, depth=depth)
+    found = {i: (ended.token_ids, ended.reason) for i, ended in lives.finished.items()}
+    assert found == serial_answers([*first, *second], shape=shape, exact=True)
+    assert lives.rows[0] == lives.rows[1]
