@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +250,20 @@ def test_a_layer_of_its_own_with_a_tensor_too_many_is_refused_by_name(tmp_path: 
 
 
 def compare_guesses(model: Decoder, draft: MTPDraft, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Three rows, with entries appended and then guess after guess."""
+    """As the serial oracle drafts with these tensors."""
+    embedding, head = model.embedding.weight.data, model.lm_head.weight.data
+    compare_drafts(model, draft, partial(serial_oracle.mtp_guesses, tensors, config, embedding, head))
+
+
+def compare_drafts(model: Decoder, draft: MTPDraft, expected: Callable[[list[int], Tensor, int], list[int]]) -> None:
+    """Three rows, with entries appended and then a token a pass. ``expected``: of a row's tokens, the target's states
+    of all but the last, and how many."""
     lengths, count = [2, 19, 8], 5
     caches, table_BP = paged(draft.cache_layout, len(lengths))
     generator = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator) for n in lengths]
-    hidden = [torch.randn(n - 1, SIZES["hidden_size"], generator=generator) for n in lengths]
+    sizes = model.config
+    tokens = [torch.randint(0, sizes.vocab_size, (n,), generator=generator) for n in lengths]
+    hidden = [torch.randn(n - 1, sizes.hidden_size, generator=generator) for n in lengths]
     for row, n in enumerate(lengths):
         here = torch.arange(n - 1)
         draft.append(model.embedding(tokens[row][1:]), hidden[row], here, kv_slots(table_BP, row, here), caches[0])
@@ -268,11 +278,9 @@ def compare_guesses(model: Decoder, draft: MTPDraft, config: dict[str, Any], ten
         states = draft(model.embedding(newest), states, inputs, caches[0])
         newest = model.logits(states).argmax(-1)
         guesses.append(newest)
-    embedding, head = model.embedding.weight.data, model.lm_head.weight.data
     for row in range(len(lengths)):
         of_row = tokens[row].tolist()
-        expected = serial_oracle.mtp_guesses(tensors, config, embedding, head, of_row, hidden[row], count)
-        assert torch.stack(guesses)[:, row].tolist() == expected
+        assert torch.stack(guesses)[:, row].tolist() == expected(of_row, hidden[row], count)
 
 
 @pytest.mark.parametrize("rename", ["model.", "encoder"])

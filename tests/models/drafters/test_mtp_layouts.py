@@ -3,11 +3,14 @@ refused by name."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from models.checkpoint import WeightsError
 from models.drafters.draft_config import MTPConfig
@@ -15,7 +18,7 @@ from models.drafters.load import check_own_mtp, load_mtp, load_own_mtp
 from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
 from parallel.comm.collectives import SingleRank
-from tests.models.drafters.test_drafters import TARGET, compare_guesses, target
+from tests.models.drafters.test_drafters import TARGET, compare_drafts, compare_guesses, target
 from tests.models.drafters.tiny_drafters import (
     SIZES,
     blocks_tensors,
@@ -24,6 +27,7 @@ from tests.models.drafters.tiny_drafters import (
     nextn_tensors,
     write,
 )
+from tests.models.test_parity import COMMON, MODELS
 from tests.models.tiny_checkpoint import TINY, full_tensors
 from tests.models.tiny_families import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
@@ -75,6 +79,42 @@ def test_a_layer_of_glm_has_the_names_and_shapes_of_its_others(tmp_path: Path) -
     assert all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
     assert {"mlp.router.bias", "mixer.q_norm.weight", "mixer.qkv.weight_bias"} <= found.keys()
     assert "mixer.output.weight_bias" not in found
+
+
+@pytest.mark.slow
+def test_a_layer_of_glm_drafts_as_transformers_does(tmp_path: Path) -> None:
+    """MtpModel of transformers, a token a pass and without a cache, over random weights and biases of a router."""
+    import transformers
+    from transformers.modeling_layers import MtpModel
+
+    torch.manual_seed(3)
+    family, settings = MODELS["glm4moe"]
+    given = COMMON | settings | {"num_nextn_predict_layers": 1}
+    main = transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**given)).float().eval()
+    oracle = MtpModel(main, 1).eval()
+    for name, tensor in {**main.state_dict(), **oracle.layers.state_dict()}.items():
+        torch.nn.init.normal_(tensor, mean=float("norm" in name), std=0.2)
+    main.save_pretrained(tmp_path)
+    outer = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    layer = {f"model.layers.2.{name}": tensor for name, tensor in oracle.layers[0].state_dict().items()}
+    for theirs, stored in outer.items():
+        layer = {name.replace(theirs, stored): tensor for name, tensor in layer.items()}
+    save_file(load_file(tmp_path / "model.safetensors") | layer, tmp_path / "model.safetensors")
+    read = load_model(config_from_folder(tmp_path), tmp_path, collectives=SingleRank(), kernels=reference_kernels())
+    assert (family, "model.layers.2.mlp.gate.e_score_correction_bias" in layer) == ("Glm4Moe", True)
+    compare_drafts(read, load_own_mtp(read, tmp_path), partial(_drafted_by, oracle))
+
+
+@torch.inference_mode()
+def _drafted_by(oracle: Any, tokens: list[int], hidden_TN: Tensor, count: int) -> list[int]:
+    drafted: list[int] = []
+    for _ in range(count):
+        ids = torch.tensor([[*tokens[1:], *drafted]])
+        places = torch.arange(ids.shape[1])[None]
+        out_TN = oracle.forward_layer(0, hidden_TN[None], places, None, input_ids=ids)[0]
+        hidden_TN = torch.cat((hidden_TN, out_TN[-1:]))
+        drafted.append(int(oracle.shared_head(out_TN[-1]).argmax()))
+    return drafted
 
 
 def test_a_drafters_folder_may_use_them_too(tmp_path: Path) -> None:
