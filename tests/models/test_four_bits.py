@@ -17,13 +17,17 @@ from models.checkpoint import WeightsError
 from models.layers.decoder import Decoder
 from models.quantization import ALGORITHMS, FOUR_BITS, READERS, STRATEGIES
 from models.registry import ARCHITECTURES, config_from_dict, model_class
+from models.weights import load_model
+from parallel.comm.collectives import SingleRank
+from parallel.layers.weight import Weight, mxfp4
 from runtime.model_checks import FP8_CAPABILITY
 from tests.models.quantised import schemes as fp8_schemes
 from tests.models.quantised4 import Scheme, gpt_oss_experts, ordered, quantise, schemes
 from tests.models.test_fp8 import CASES as FP8_CASES
-from tests.models.test_fp8 import KEPT, answers, ignored, load, weights
+from tests.models.test_fp8 import KEPT, answers, change, ignored, load, weights
 from tests.models.test_fp8 import MODELS as FP8_MODELS
-from tests.models.tiny_checkpoint import TINY, full_tensors, write
+from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
+from tests.plant import reference_kernels
 
 DENSE_SIZES = {
     "hidden_size": 64,
@@ -199,3 +203,89 @@ def test_edges_that_would_cut_groups_finer_than_16_lie_on_multiples_of_it(size: 
 def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: Path) -> None:
     coded, plain = write_both(tmp_path, MODELS[model], None if model == "gpt-oss" else schemes()["awq"])
     assert answers(coded, "auto") == answers(coded, "auto", depth=0) == answers(plain, "auto")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_of_gpt_oss_mean_what_transformers_makes_of_them(size: int) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.randint(0, 256, (2, 6, size, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 6, size), dtype=torch.uint8)
+    weight = Weight(blocks.flatten(2), mxfp4(), scale=scales)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    assert torch.equal(weight.plain(torch.float32), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4-zeros", "nvfp4", "mxfp4", "gpt-oss"])
+def test_dummy_weights_are_codes_of_one_model(name: str) -> None:
+    """Near to dummy numbers, and at two ranks the same codes as at one."""
+    said = {"quant_method": "mxfp4"} if name == "gpt-oss" else {**schemes()[name].config, schemes()[name].ignore: []}
+    config = config_from_dict(MODELS.get(name, MODELS["qwen3"]) | {"quantization_config": said})
+    part = "layers.0.mlp.experts.down" if name == "gpt-oss" else "layers.0.mixer.output.weight"
+    found = []
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        ranks = SingleRank() if size == 1 else RankOf(rank, size)
+        model = load_model(config, None, load_format="dummy", collectives=ranks, kernels=reference_kernels())
+        found.append(dict(weights(model))[part].plain(torch.float32))
+    assert torch.equal(found[0], torch.cat(found[1:], -1))
+    assert 0.8 < float(found[0].std()) * found[0].shape[-1] ** 0.5 < 1.2
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+UP = "model.layers.1.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said", "words"),
+    [
+        ("awq", {f"{UP}scales": None}, {}, f"'{UP}qweight' is of four-bit codes, but no file holds its scales ("),
+        ("awq", {f"{UP}qzeros": None}, {}, f"no file holds its zeros ('{UP}qzeros'); 'quant_method' awq"),
+        ("awq", {f"{UP}qweight": None}, {}, "' is of a matrix of four-bit codes, which no file holds"),
+        (
+            "awq",
+            {f"{UP}scales": torch.ones(3, 160).half()},
+            {},
+            "is F16 [3, 160], but scales of a matrix [160, 64] with",
+        ),
+        ("awq", {f"{UP}scales": torch.ones(2, 160).int()}, {}, "are F16 or BF16 or F32 [2, 160]"),
+        ("awq", {f"{UP}scales": torch.full((2, 160), float("nan"))}, {}, f"'{UP}scales': a scale is not finite"),
+        ("awq", {}, {"modules_to_not_convert": ["mlp.up_proj"]}, "entry 'mlp.up_proj' leaves it as it is"),
+        ("awq", {}, {"quant_method": "fp8"}, "that no file holds (model.safetensors): 'model.layers.0.mlp.down_proj"),
+        (
+            "gptq",
+            {f"{UP}qzeros": torch.zeros(2, 20).int()},
+            {},
+            "zeros are neither all 7 nor all 8, but the matrix has",
+        ),
+        ("mxfp4", {f"{UP}weight_scale": torch.full((160, 2), 255).byte()}, {}, "a scale is 255, which stands for no"),
+        ("mxfp4", {f"{UP}weight_scale": torch.ones(160, 2)}, {}, "is F32 [160, 2], but scales of a matrix [160, 64]"),
+        ("nvfp4", {f"{UP}weight_global_scale": torch.zeros(1)}, {}, "holds a number that is not finite and positive"),
+        ("nvfp4", {f"{UP}weight_global_scale": None}, {}, "no file holds its second scale ("),
+        ("gptq-order", {f"{UP}g_idx": torch.ones(64).int()}, {}, f"'{UP}g_idx' does not give 32 columns to each group"),
+    ],
+)
+def test_contradictions_name_file_tensor_and_entry(
+    name: str, changes: dict[str, Tensor | None], said: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    coded, _ = write_both(tmp_path, MODELS["qwen3"], {**schemes(), **ordered()}[name])
+    change(coded, changes, said)
+    with pytest.raises(WeightsError, match=re.escape(words)) as caught:
+        load(coded)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_a_head_of_four_bits_is_refused(tmp_path: Path) -> None:
+    tensors = full_tensors(config_from_dict(MODELS["qwen3"]))
+    stored, _, said = quantise(tensors, schemes()["awq"], lambda name: "embed" in name, ["embed_tokens"])
+    write(tmp_path, stored, config=MODELS["qwen3"] | {"quantization_config": said})
+    with pytest.raises(WeightsError, match=r"'lm_head.weight' is of four bits, but routers, embeddings and heads"):
+        load(tmp_path)
+
+
+def test_heads_that_would_cut_groups_are_refused_by_size(tmp_path: Path) -> None:
+    config = MODELS["qwen3"] | {"head_dim": 8, "num_key_value_heads": 8}
+    coded, _ = write_both(tmp_path, config, schemes()["mxfp4"])
+    with pytest.raises(WeightsError, match=r"64 columns in groups of 32 .* a rank would have 8: use a tensor-parallel"):
+        load(coded, 0, 8)
