@@ -31,6 +31,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
+from models.layers.shared_expert import shared_expert_names
 from parallel.comm.collectives import PendingAllReduce
 
 MakeNorm = Callable[[int], RMSNorm]
@@ -41,10 +42,7 @@ SPARSE_NAMES = {
     "mlp.experts.{}.up": "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down": "mlp.experts.{}.down_proj",
     "mlp.experts": "mlp.experts",  # fused: gate_up_proj and down_proj
-    "mlp.shared.gate_up.gate": "mlp.shared_expert.gate_proj",
-    "mlp.shared.gate_up.up": "mlp.shared_expert.up_proj",
-    "mlp.shared.down": "mlp.shared_expert.down_proj",
-    "mlp.shared.gate": "mlp.shared_expert_gate",
+    **shared_expert_names("mlp", "mlp.shared_expert", "mlp.shared_expert_gate"),
 }
 
 

@@ -16,6 +16,7 @@ from models.families.qwen3_moe import Qwen3Moe
 from models.layers.decoder import MTPLayout
 from models.layers.rope import given_parameters
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
+from models.layers.shared_expert import shared_expert_names
 
 
 def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -49,7 +50,5 @@ class Glm4Moe(Llama):
     mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Qwen3Moe.checkpoint_names,
-        "layers.{}.mlp.shared.gate_up.gate": "model.layers.{}.mlp.shared_experts.gate_proj",
-        "layers.{}.mlp.shared.gate_up.up": "model.layers.{}.mlp.shared_experts.up_proj",
-        "layers.{}.mlp.shared.down": "model.layers.{}.mlp.shared_experts.down_proj",
+        **shared_expert_names("layers.{}.mlp", "model.layers.{}.mlp.shared_experts"),
     }

@@ -14,6 +14,7 @@ from models.config_reader import ConfigReader
 from models.families.llama import Llama
 from models.families.qwen3_moe import Qwen3Moe
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
+from models.layers.shared_expert import shared_expert_names
 
 _KINDS = ("dense", "sparse")
 
@@ -49,16 +50,8 @@ class HYV3(Llama):
             "model.layers.{}.mlp.expert_bias",
             "model.layers.{}.mlp.e_score_correction_bias",
         ),
-        "layers.{}.mlp.shared.gate_up.gate": (
-            "model.layers.{}.mlp.shared_mlp.gate_proj",
-            "model.layers.{}.mlp.shared_experts.gate_proj",
-        ),
-        "layers.{}.mlp.shared.gate_up.up": (
-            "model.layers.{}.mlp.shared_mlp.up_proj",
-            "model.layers.{}.mlp.shared_experts.up_proj",
-        ),
-        "layers.{}.mlp.shared.down": (
-            "model.layers.{}.mlp.shared_mlp.down_proj",
-            "model.layers.{}.mlp.shared_experts.down_proj",
-        ),
+        **{
+            part: (name, name.replace("shared_mlp", "shared_experts"))
+            for part, name in shared_expert_names("layers.{}.mlp", "model.layers.{}.mlp.shared_mlp").items()
+        },
     }

@@ -25,6 +25,7 @@ from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, softmax_experts
+from models.layers.shared_expert import shared_expert_names
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 
@@ -72,10 +73,9 @@ class Qwen3Next(Decoder):
         "layers.{}.mixer.out_projection": "model.layers.{}.linear_attn.out_proj",
         "layers.{}.mixer.recurrence": "model.layers.{}.linear_attn",  # A_log and dt_bias
         "layers.{}.mixer.recurrence.norm": "model.layers.{}.linear_attn.norm",
-        "layers.{}.mlp.shared.gate_up.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
-        "layers.{}.mlp.shared.gate_up.up": "model.layers.{}.mlp.shared_expert.up_proj",
-        "layers.{}.mlp.shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
-        "layers.{}.mlp.shared.gate": "model.layers.{}.mlp.shared_expert_gate",
+        **shared_expert_names(
+            "layers.{}.mlp", "model.layers.{}.mlp.shared_expert", "model.layers.{}.mlp.shared_expert_gate"
+        ),
     }
     unused_tensors: ClassVar[tuple[str, ...]] = ("mtp.",)
     mtp_layout: ClassVar[MTPLayout | None] = "mtp"

@@ -71,7 +71,7 @@ class Attention(Mixer[Tensor]):
         self.cos_sin_LR, self.rotary_dim = cos_sin_LR, cos_sin_LR.shape[1]
         self.head_dim, self.kv_dtype = dim, context.kv_dtype or context.dtype
         self.scale, self.window = spec.scale, spec.window
-        self.norm = norm
+        self.norm, self.output_gate = norm, output_gate
         packed = GatedQKVParallel if output_gate else partial(QKVParallel, values=not spec.values_are_keys)
         self.qkv = packed(hidden, config.heads, spec.kv_heads, dim, context, bias=qkv_bias)
         self.q_norm = q_norm
@@ -114,11 +114,8 @@ class Attention(Mixer[Tensor]):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:
         if wanted_R is not None and inputs.last_attention is not None and self.edit is None:
             return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
-        gate_TX = None
-        if isinstance(self.qkv, GatedQKVParallel):
-            qkv_TX, gate_TX, residual_TN = self._gated(self.qkv, x_TN, residual_TN)
-        else:
-            qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
+        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
+        qkv_TX, gate_TX = self._without_gate(qkv_TX)
         if self.edit is not None:
             qkv_TX = self.edit(qkv_TX, inputs.positions_T)
         rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
@@ -129,7 +126,7 @@ class Attention(Mixer[Tensor]):
             out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer, None if gate_TX is not None else into)
         else:
             q_THD = self._rotate(qkv_TX, kv_layer, rotation)
-            del qkv_TX  # the widest tensor of a large step is not needed with the result
+            del qkv_TX  # the widest tensor of a large step is not needed with the result, unless it has gates
             out_THD = self._attend_chunks(q_THD, attention, kv_layer)
             del q_THD
         if gate_TX is not None:
@@ -141,15 +138,12 @@ class Attention(Mixer[Tensor]):
             out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
         return self.output(out_TX), residual_TN
 
-    def _gated(
-        self, qkv: GatedQKVParallel, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(packed q | k | v, gates, residual')"""
-        part_TN = x_TN.part_TN if isinstance(x_TN, PendingAllReduce) else x_TN
-        into = self.kernels.quantised_for(qkv.weight, len(part_TN), part_TN.dtype, numbers=True)
-        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN, into)
-        gate_TX = self.kernels.linear(into or hidden_TN, qkv.gate)
-        return qkv(into or hidden_TN), gate_TX, residual_TN
+    def _without_gate(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(packed q | k | v, gates), columns of what the projection made; None where there are no gates."""
+        if not self.output_gate:
+            return qkv_TX, None
+        packed = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return qkv_TX[:, :packed], qkv_TX[:, packed:]
 
     def _forward_wanted(
         self,
@@ -168,28 +162,28 @@ class Attention(Mixer[Tensor]):
         everywhere = self._rotation(inputs.positions_T, inputs.kv_slots_T)
         positions_R = inputs.positions_T.index_select(0, wanted_R)
         if kernels.batch_invariant.get("linear", False):  # promised of whole weights: some rows may be summed otherwise
-            qkv_TX = kernels.linear(hidden_TN, weight)
+            qkv_TX, gate_RX = self._without_gate(kernels.linear(hidden_TN, weight))
+            gate_RX = None if gate_RX is None else gate_RX.index_select(0, wanted_R)
             q_RHD = self._rotate(qkv_TX, kv_layer, everywhere).index_select(0, wanted_R)
         else:
             kv_TX = kernels.linear(hidden_TN, self.entry_rows)
             kernels.rope_and_cache(kv_TX, 0, kv_layer, everywhere)
             # Packed with keys and values once more, as kernels take it; these go to the trash page.
             nowhere = self._rotation(positions_R, torch.zeros_like(positions_R))
-            qkv_RX = kernels.linear(hidden_RN, weight)
+            qkv_RX, gate_RX = self._without_gate(kernels.linear(hidden_RN, weight))
             q_RHD = self._rotate(qkv_RX, kv_layer, nowhere)
         out_RX = self._scaled(kernels.decode_attention(q_RHD, kv_layer, attention, self.scale, kind=self.kind)).flatten(
             1
         )
-        if isinstance(self.qkv, GatedQKVParallel):
-            gate_RX = kernels.linear(hidden_RN, self.qkv.gate)
+        if gate_RX is not None:
             out_RX = kernels.sigmoid_mul(out_RX, gate_RX)
         return self.output(out_RX), residual_RN
 
     @property
     def entry_rows(self) -> Weight:
         """Of keys and values, packed k | v: what ``qkv`` has after the queries' rows."""
-        queries = self.heads * self.head_dim
-        return self.qkv.weight.rows(queries, self.qkv.weight.outputs - queries)
+        queries, weight = self.heads * self.head_dim, self.qkv.weight
+        return weight.rows(queries, weight.outputs - (2 if self.output_gate else 1) * queries)
 
     def _room_for_codes(self, tokens: int, dtype: torch.dtype) -> Quantised | None:
         """Of what the last product reads; None where values have scales, which are multiplied before it."""

@@ -43,11 +43,18 @@ class SparseMLP(nn.Module):
         self.kernels = context.kernels
         self.choices = experts.per_token
         self.renormalise = experts.renormalise
-        beside = _shared_beside(experts, context)
+        beside = _shared_beside(config, experts, context)
         self.routing = _sigmoid_routing(experts, beside)
         self.norm = norm
         biases = experts.limit is not None
-        self.router = Router(experts.count, hidden, context, bias=self.routing is not None, logit_bias=biases)
+        self.router = Router(
+            experts.count,
+            hidden,
+            context,
+            bias=self.routing is not None,
+            logit_bias=biases,
+            shared_gate=beside > 0 and experts.shared_gate,
+        )
         latent = experts.latent_size
         self.to_latent = Replicated(hidden, latent, context) if latent else None
         self.from_latent = Replicated(latent, hidden, context) if latent else None
@@ -93,7 +100,8 @@ class SparseMLP(nn.Module):
         kernels, router = self.kernels, self.router
         if self.routing is None:
             logits_TE = kernels.linear(hidden_TN, router.weight)
-            return kernels.route_top_k(logits_TE, self.choices, self.renormalise, local_E, real_T, self.load_E)
+            given = local_E, real_T, self.load_E, self.experts.shared
+            return kernels.route_top_k(logits_TE, self.choices, self.renormalise, *given)
         assert router.bias is not None
         logits_TE = kernels.router_logits(hidden_TN, router.weight)
         return kernels.route_sigmoid(logits_TE, router.bias, self.routing, local_E, real_T, self.load_E)
@@ -120,13 +128,17 @@ class SparseMLP(nn.Module):
         )
 
 
-def _shared_beside(experts: RoutedExperts, context: ModelContext) -> int:
+def _shared_beside(config: ModelConfig, experts: RoutedExperts, context: ModelContext) -> int:
     """As how many of the others a shared expert lies next to them: it is the sum of parts of its features, for each of
-    them by itself is squared. 0 where it does not.
+    them is activated by itself. 0 where it does not: ranks with whole experts have a share of it, and checkpoints of
+    codes may store it in another format.
     """
     parts, rest = divmod(experts.shared_size, experts.intermediate_size)
-    alike = experts.activation == "relu2" and experts.scoring == "sigmoid" and not rest and not experts.latent_size
-    return parts if alike and not context.experts.whole else 0
+    alone = context.size == 1 and context.experts.exchange is None
+    one_format = experts.activation == "relu2" or config.quantization is None or config.quantization.at_load
+    weighed = experts.shared_gate == (experts.scoring == "softmax")  # as route_top_k and route_sigmoid weigh it
+    fits = weighed and one_format and not rest and not experts.latent_size
+    return parts if fits and (alone or not context.experts.whole) else 0
 
 
 def _sigmoid_routing(experts: RoutedExperts, shared: int) -> SigmoidRouting | None:

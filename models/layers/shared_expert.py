@@ -12,6 +12,16 @@ from parallel.layers.linear import ColumnParallel, GateUpParallel, RowParallel
 from parallel.layers.shard import Shard, ShardedModule, whole
 
 
+def shared_expert_names(mlp: str, matrices: str, gate: str | None = None) -> dict[str, str]:
+    """Module part -> checkpoint name of a shared expert's matrices, whether it is stored with the experts of ``mlp`` or
+    apart; ``gate``: of its gate."""
+    own = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    found = {f"{mlp}.experts.shared.{part}": f"{matrices}.{name}" for part, name in own.items()}
+    apart = {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}
+    found |= {f"{mlp}.shared.{part}": f"{matrices}.{name}" for part, name in apart.items()}
+    return found | ({} if gate is None else {f"{mlp}.router.shared_gate": gate, f"{mlp}.shared.gate": gate})
+
+
 class SharedExpertGate(ShardedModule):
     """The row w [1, N] of sigmoid(x w); every rank holds it in full."""
 

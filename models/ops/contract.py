@@ -237,13 +237,16 @@ class Ops:
         local_E: Tensor,
         real_T: Tensor,
         load_E: Tensor | None = None,
+        shared: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The top ``choices`` experts of each token: float32 weights [T, C] and int32 local expert numbers [T, C].
 
         Weights are the softmax over all E experts in float32, largest first (of equal ones the lower id first), scaled
         to a sum of 1 where ``renormalise``. ``local_E`` int32: each expert's number on this rank, -1 for experts of
         other ranks. Tokens that are not ``real_T`` (bool) are routed nowhere: all their local numbers are -1.
-        ``load_E`` int64 counts in place the real tokens that chose each expert, whichever rank holds it.
+        ``load_E`` int64 counts in place the real tokens that chose each expert, whichever rank holds it. ``shared``: so
+        many experts after the E, whose numbers ``local_E`` has too, serve every token as further choices, each with
+        weight sigmoid(column E of the logits). Later columns are ignored.
         """
         raise NotImplementedError
 

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
-from parallel.layers.shard import FeatureShard, ScatteredShard, Shard, ShardContext, ShardedModule, divisors, whole
+from parallel.layers.shard import (
+    FeatureShard,
+    ScatteredShard,
+    Shard,
+    ShardContext,
+    ShardedModule,
+    along_rows,
+    divisors,
+    rows_of,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +60,35 @@ class Router(ShardedModule):
     """The router's matrix [E, N]; every rank holds it in full, so that all ranks route alike.
 
     ``bias``: with what corrects scores for the choice, float32 [E] (float64 where parameters are). ``logit_bias``: with
-    a bias of the product.
+    a bias of the product. ``shared_gate``: with one more row, the gate of shared experts that are stored with the
+    others, and zeros up to a whole tile of the kernels.
     """
 
     def __init__(
-        self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False, logit_bias: bool = False
+        self,
+        experts: int,
+        hidden: int,
+        placement: ShardContext,
+        *,
+        bias: bool = False,
+        logit_bias: bool = False,
+        shared_gate: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = placement.weight(experts, hidden, bias=logit_bias, fixed=True)
+        self.experts, tile = experts, placement.kernels.expert_tile
+        rows = -(-(experts + 1) // tile) * tile if shared_gate else experts
+        self.weight = placement.weight(rows, hidden, bias=logit_bias, fixed=True)
+        self.weight.data[experts:].zero_()
         self.bias: nn.Parameter | None = None
         if bias:
             wide = torch.promote_types(placement.dtype, torch.float32)
             self.bias = nn.Parameter(torch.empty(experts, dtype=wide), requires_grad=False)
 
     def shards(self) -> dict[str, Shard]:
-        found = {kind: whole(tensor) for kind, tensor in self.weight.tensors}
+        experts = self.experts
+        found = rows_of("", self.weight.rows(0, experts), experts, 0)
+        if self.weight.outputs > experts:
+            found["shared_gate.weight"] = along_rows(self.weight.data[experts : experts + 1], 1, 0)
         if self.bias is not None:
             found["e_score_correction_bias"] = whole(self.bias)
         return found
@@ -78,7 +102,7 @@ class ExpertWeights(ShardedModule):
     ``local_E`` int32 is each expert's index among the G, -1 for experts of other ranks. ``layer``: the layer number.
     ``shared``: so many further experts of the same size, which serve every token, behind the others: numbers from
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
-    every rank has a share of each expert, and without a gate. ``biases``: both matrices have one [G, ...]; that of
+    every rank has a share of each expert, or all of them. ``biases``: both matrices have one [G, ...]; that of
     down is added on one rank. Checkpoints of such experts have them transposed, or as codes, gate and up in turn.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
@@ -99,10 +123,6 @@ class ExpertWeights(ShardedModule):
         biases: bool = False,
     ) -> None:
         super().__init__()
-        if shared and (split.whole or gated):
-            raise ValueError(
-                "shared experts lie beside the others only where those are shares of experts without gates"
-            )
         self.placement = placement
         self.gated = gated
         self.shared = shared
@@ -115,6 +135,8 @@ class ExpertWeights(ShardedModule):
             before, groups = (split.exchange.index, split.exchange.groups) if split.exchange is not None else (0, 1)
             rank, size = before * placement.size + placement.rank, groups * placement.size
             self.held = held_experts(experts, rank, size, split.orders.get(layer))
+            if shared and len(self.held) < experts:
+                raise ValueError(f"{shared} shared experts cannot be stored with {len(self.held)} of {experts} experts")
         else:
             features = FeatureShard.of("intermediate features of an expert", intermediate, placement)
         self.start, self.share = features.start, features.count  # of this rank's features in an expert's
@@ -236,16 +258,19 @@ class ExpertWeights(ShardedModule):
         return {first: ScatteredShard(tuple(gate_up)), "down_proj": ScatteredShard(tuple(down)), **self._shared()}
 
     def _shared(self) -> dict[str, ScatteredShard]:
-        """Of the larger expert [shared * all I, N] and [N, shared * all I]; nothing without one."""
-        hidden, total, up, down = self.down.outputs, self.shared * self.intermediate, [], []
+        """Of the larger expert [shared * all I, N], twice with a gate, and [N, shared * all I]; nothing without one."""
+        hidden, total, share = self.down.outputs, self.shared * self.intermediate, self.share
+        pieces: dict[str, list[Shard]] = {}
         for number in range(self.shared):
             held, first = self.experts + number, number * self.intermediate + self.start
-            part, everything = slice(first, first + self.share), slice(0, hidden)
-            up.append(Shard((total, hidden), (part, everything), self.gate_up.cells[held, : self.share]))
-            down.append(Shard((hidden, total), (everything, part), self.down.cells[held, :, : self.share]))
-        if not up:
-            return {}
-        return {"shared.up.weight": ScatteredShard(tuple(up)), "shared.down.weight": ScatteredShard(tuple(down))}
+            part, everything = slice(first, first + share), slice(0, hidden)
+            halves = {"gate": 0, "up": self.up} if self.gated else {"up": 0}
+            for half, row in halves.items():
+                target = self.gate_up.cells[held, row : row + share]
+                pieces.setdefault(half, []).append(Shard((total, hidden), (part, everything), target))
+            down = Shard((hidden, total), (everything, part), self.down.cells[held, :, :share])
+            pieces.setdefault("down", []).append(down)
+        return {f"shared.{name}.weight": ScatteredShard(tuple(found)) for name, found in pieces.items()}
 
     def _rows(self, target: Tensor | None) -> Shard:
         """The shard of a gate or up matrix [all I, N]."""

@@ -104,7 +104,7 @@ class QKVParallel(StackedColumns):
     """Query, key and value projections: [T, N] -> [T, (heads + 2 * kv_heads) of this rank * D], packed q | k | v;
     without ``values`` q | k.
 
-    Raises ValueError where the heads cannot be split (see HeadShard).
+    Raises ValueError where the heads cannot be split (see HeadShard). ``more``: rows after them.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class QKVParallel(StackedColumns):
         bias: bool = False,
         *,
         values: bool = True,
+        more: Sequence[Rows] = (),
     ) -> None:
         shard = HeadShard(heads, kv_heads, placement.rank, placement.size)
         kv_rows = (kv_heads * head_dim, shard.first_kv_head * head_dim, shard.local_kv_heads * head_dim)
@@ -124,12 +125,12 @@ class QKVParallel(StackedColumns):
             Rows("q.", heads * head_dim, shard.first_head * head_dim, shard.local_heads * head_dim),
             *(Rows(part, *kv_rows) for part in ("k.", "v.")[: 1 + values]),
         ]
-        super().__init__(inputs, pieces, placement, bias)
+        super().__init__(inputs, [*pieces, *more], placement, bias)
         self.heads = shard
 
 
 class GatedQKVParallel(QKVParallel):
-    """QKVParallel with a gate for every query head: ``gate`` [heads of this rank * D, N].
+    """QKVParallel with a gate for every query head: [T, N] -> packed q | k | v | gate, the last as wide as q.
 
     The checkpoint's query matrix has the rows of each head's query before those of its gate: [heads * 2 * D, N].
     """
@@ -137,19 +138,20 @@ class GatedQKVParallel(QKVParallel):
     def __init__(
         self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: ShardContext, bias: bool = False
     ) -> None:
-        super().__init__(inputs, heads, kv_heads, head_dim, placement, bias)
-        self.head_dim = head_dim
-        self.gate = placement.weight(self.heads.local_heads * head_dim, inputs, bias=bias)
+        self.head_dim, count = head_dim, even_share("query heads", heads, placement.size) * head_dim
+        gates = Rows("gate.", heads * head_dim, placement.rank * count, count)
+        super().__init__(inputs, heads, kv_heads, head_dim, placement, bias, more=[gates])
 
     def shards(self) -> Mapping[str, Shard | ScatteredShard]:
         found: dict[str, Shard | ScatteredShard] = {**super().shards()}
-        queries = self.weight.rows(0, self.gate.outputs)
-        for (kind, packed), (_, gate) in zip(queries.tensors, self.gate.tensors, strict=True):
-            found[f"q.{kind}"] = self._queries_and_gates(packed, gate)
+        for name in [name for name in found if name.startswith("gate.")]:
+            kind, (gate,) = name.removeprefix("gate."), found.pop(name).pieces
+            (packed,) = found[f"q.{kind}"].pieces
+            found[f"q.{kind}"] = self._queries_and_gates(packed.target, gate.target)
         return found
 
     def _queries_and_gates(self, packed: Tensor, gate: Tensor) -> ScatteredShard:
-        """``packed``: q's rows first."""
+        """Of both rows of this rank, head by head."""
         dim, pieces = self.head_dim, []
         full_shape = (2 * self.heads.heads * dim, *packed.shape[1:])
         rest = tuple(slice(0, size) for size in packed.shape[1:])

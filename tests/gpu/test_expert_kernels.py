@@ -62,6 +62,18 @@ def test_route_top_k(kernels: Nvidia, tokens: int, renormalise: bool) -> None:
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_shared_experts_are_further_choices(kernels: Nvidia, tokens: int) -> None:
+    """After the logits of 256 experts is the gate's, then 15 columns that are not read."""
+    logits = torch.randn(tokens, 272, dtype=torch.bfloat16, device="cuda")
+    logits[:, 257:] = math.nan
+    local, real = torch.arange(257, dtype=torch.int32, device="cuda"), torch.arange(tokens, device="cuda") % 5 != 1
+    found = kernels.route_top_k(logits, 8, True, local, real, None, 1)
+    expected = REFERENCE.route_top_k(logits, 8, True, local, real, None, 1)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-6, rtol=1e-5)
+    assert torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 32, 100, 256, 3000])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.hidden}x{layer.inner}-{layer.experts}")
 def test_expert_mlp(kernels: Nvidia, layer: Layer, tokens: int) -> None:

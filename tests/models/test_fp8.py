@@ -18,11 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.checkpoint import WeightsError
+from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.drafters.mtp import MTPDraft
 from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
+from models.layers import moe
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.quantization import read_quantization
@@ -68,6 +70,17 @@ CASES = [
     for name in MODELS
     for letter in schemes()
 ]
+
+
+@pytest.fixture(autouse=True)
+def _shared_experts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In checkpoints of numbers as in those of codes."""
+    before = moe._shared_beside
+
+    def shared_beside(config: ModelConfig, *rest: Any) -> int:
+        return before(replace(config, quantization=BLOCKS_OF_128), *rest)
+
+    monkeypatch.setattr(moe, "_shared_beside", shared_beside)
 
 
 def ignored(tensors: dict[str, Tensor]) -> list[str]:

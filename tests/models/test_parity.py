@@ -191,7 +191,7 @@ MODELS |= {
         DELTA
         | {"vocab_size": 67, "hidden_size": 20, "num_key_value_heads": 2, "head_dim": 24}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-        | {"shared_expert_intermediate_size": 12, "linear_num_key_heads": 1, "rope_parameters": QUARTER},
+        | {"shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "rope_parameters": QUARTER},
     ),
 }
 """Other names, keys and options; a LongRoPE whose long factors serve every prompt."""

@@ -23,7 +23,10 @@ EXPERTS = {
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen3-next": DELTA | EXPERTS | {"architectures": ["Qwen3NextForCausalLM"], "tie_word_embeddings": False},
     "qwen3.5": DELTA | {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 4},
-    "qwen3.5-moe": DELTA | EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"], "linear_conv_kernel_dim": 3},
+    "qwen3.5-moe": DELTA
+    | EXPERTS
+    | {"architectures": ["Qwen3_5MoeForCausalLM"], "linear_conv_kernel_dim": 3}
+    | {"shared_expert_intermediate_size": 32},  # as of two others
 }
 """For kernels that want wide heads."""
 ON_GPU: dict[str, object] = {

@@ -118,6 +118,7 @@ def _decode_attention_kernel(
     LINES: tl.constexpr,  # 128-byte lines of a head
     FAN: tl.constexpr, MERGE: tl.constexpr, ALONE: tl.constexpr, APART: tl.constexpr, SKIP_EMPTY: tl.constexpr,
     CAUSAL: tl.constexpr, TREE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
+    PITCH: tl.constexpr,  # elements from a token's qkv to the next one's, when ROPE
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
     CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +145,8 @@ def _decode_attention_kernel(
         token = row * QUERY_LEN
         # The program that reads the row's newest key is the one that writes it.
         q = query(
-            q_ptr, keys_ptr, values_ptr, steady, eps, token, QUERY_LEN, head, rows, split == splits - 1, K, GROUP, D,
-            BLOCK_D, ROTARY, ROPE, NORM,
+            q_ptr, keys_ptr, values_ptr, steady, eps, token, QUERY_LEN, head, rows, split == splits - 1, PITCH, K,
+            GROUP, D, BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         acc, peak, total = by_pointers(
             q, keys_ptr, values_ptr, table_row, tree_ptr, row, length, QUERY_LEN, begin, keys_each, head, rows,
@@ -214,6 +215,7 @@ def decode_attention(
         SKIP_EMPTY=inputs.skip_empty, CAUSAL=inputs.causal, TREE=inputs.tree_BQ is not None, ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        PITCH=0 if rotation is None else q_TX.stride(0),
         **kind_constants(kind),
         PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -139,6 +139,7 @@ def _attend_list_kernel(
     ONE_NEWEST: tl.constexpr,  # a token a row: the only block that TMA does not load
     RAGGED: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr,
     ROTARY: tl.constexpr,
+    PITCH: tl.constexpr,  # elements from a token's qkv to the next one's, when ROPE
     WINDOW: tl.constexpr,  # keys that a query sees, or 0: all
     BLOCK: tl.constexpr,  # of the list's rule: windows begin at multiples of it
     CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
@@ -194,8 +195,8 @@ def _attend_list_kernel(
                 newest_page = tl.load(table_row + whole * BLOCK_N // PAGE, mask=whole < end, other=0).to(tl.int64)
         # The program that reads the row's newest key is the one that writes it.
         q = query(
-            q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, K, GROUP, D,
-            BLOCK_D, ROTARY, ROPE, NORM,
+            q_ptr, keys_ptr, values_ptr, steady, eps, token, count, head, rows, split == splits - 1, PITCH, K, GROUP,
+            D, BLOCK_D, ROTARY, ROPE, NORM,
         )  # fmt: skip
         if TMA:
             acc, peak, total = _by_tma(
@@ -292,6 +293,7 @@ def attend_list(
         TREE=inputs.tree_BQ is not None, ROPE=rotation is not None,
         NORM=rotation is not None and rotation.q_norm_D is not None,
         ROTARY=head_dim if rotation is None else rotation.cos_sin_LR.shape[1],
+        PITCH=0 if rotation is None else q_TX.stride(0),
         BLOCK=work.rule.block if kind.window else 1,
         **kind_constants(kind),
         PDL=pdl, num_warps=warps, launch_pdl=pdl,

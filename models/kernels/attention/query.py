@@ -46,13 +46,14 @@ def steady_of_rotation(
 
 @triton.jit
 def query(
-    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
+    q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D], columns of a wider tensor, when ROPE
     keys_ptr, values_ptr, steady, eps,
     first,  # the row's first token, the only one when ROPE
     count,  # its tokens
     head,
     rows,  # indices of the program's query rows: token by token, the heads of the group
     newest,  # whether this program writes the row's newest key and value, when ROPE
+    PITCH: tl.constexpr,  # elements from a token's qkv to the next one's, when ROPE
     K,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, ROPE: tl.constexpr,
     NORM: tl.constexpr,
@@ -64,7 +65,7 @@ def query(
     row_mask = rows < GROUP * count
     if ROPE:
         cos, sin, slot, q_norm, q_partner_norm, k_norm, k_partner_norm = steady
-        qkv_row = q_ptr + first * (K * GROUP + 2 * K) * D
+        qkv_row = q_ptr + first * PITCH
         if newest:
             one = tl.arange(0, 1)
             heads = qkv_row + (K * GROUP + head + one) * D

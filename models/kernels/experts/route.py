@@ -27,6 +27,54 @@ _CHUNKS = 32  # beyond so many chunks they get longer: each program counts all p
 
 
 @triton.jit
+def _store_choices(
+    weights,
+    chosen,
+    token,
+    choices,
+    local_ptr,
+    real_ptr,
+    weights_ptr,
+    chosen_ptr,
+    load_ptr,
+    CHOICES: tl.constexpr,
+    SHARED: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    real = tl.load(real_ptr + token) != 0
+    asked = choices < CHOICES + SHARED
+    local = tl.load(local_ptr + chosen, mask=asked, other=-1)
+    where = token * (CHOICES + SHARED) + choices
+    tl.store(weights_ptr + where, weights, mask=asked)
+    tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
+    if COUNT:
+        own = real & (choices < CHOICES)
+        tl.atomic_add(load_ptr + chosen, tl.full(choices.shape, 1, tl.int64), mask=own, sem="relaxed")
+
+
+@triton.jit
+def _first_best(left, ids, BLOCK: tl.constexpr):
+    """The lowest id of those with the largest value."""
+    return tl.min(tl.where(left == tl.max(left, 0), ids, BLOCK), 0)
+
+
+@triton.jit
+def _best_of(left, ids, choices, CHOICES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The ids [BLOCK_C] of the CHOICES largest values, the largest first; 0 behind them.
+
+    As integers in the same order: the largest of a warp's integers is one instruction, of its floats five shuffles.
+    """
+    bits = left.to(tl.int32, bitcast=True)
+    left = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    chosen = tl.zeros((BLOCK_C,), tl.int32)
+    for choice in tl.static_range(CHOICES):
+        best = _first_best(left, ids, BLOCK_E)
+        chosen = tl.where(choices == choice, best, chosen)
+        left = tl.where(ids == best, -2147483648, left)
+    return chosen
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,
     local_ptr,
@@ -35,7 +83,9 @@ def _route_kernel(
     chosen_ptr,
     load_ptr,
     E,
+    pitch,  # columns of the logits
     CHOICES: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -48,35 +98,26 @@ def _route_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logits = tl.load(logits_ptr + token.to(tl.int64) * E + ids, mask=ids < E, other=float("-inf")).to(tl.float32)
-    scores = tl.exp(logits - tl.max(logits, 0))
-    scores = scores / tl.sum(scores, 0)
-    # A token of NaN gets the first experts with NaN weights. Padding and experts already chosen have -1.
-    left = tl.where(ids < E, tl.where(scores == scores, scores, 0.0), -1.0)
-    weights = tl.zeros((BLOCK_C,), tl.float32)
-    chosen = tl.zeros((BLOCK_C,), tl.int32)
-    for choice in tl.static_range(CHOICES):
-        best = tl.min(tl.where(left == tl.max(left, 0), ids, BLOCK_E), 0)
-        score = tl.sum(tl.where(ids == best, scores, 0.0), 0)
-        weights = tl.where(choices == choice, score, weights)
-        chosen = tl.where(choices == choice, best, chosen)
-        left = tl.where(ids == best, -1.0, left)
+    row_ptr = logits_ptr + token.to(tl.int64) * pitch
+    logits = tl.load(row_ptr + ids, mask=ids < E, other=float("-inf")).to(tl.float32)
+    peak = tl.max(logits, 0)
+    scores = tl.exp(logits - peak)
+    total = tl.sum(scores, 0)
+    scores = scores / total
+    # A token of NaN gets the first experts with NaN weights.
+    left = tl.where(ids < E, tl.where(scores == scores, scores, 0.0), float("-inf"))
+    chosen = _best_of(left, ids, choices, CHOICES, BLOCK_C, BLOCK_E)
+    weights = tl.exp(tl.load(row_ptr + chosen).to(tl.float32) - peak) / total
+    weights = tl.where(choices < CHOICES, weights, 0.0)
     if RENORMALISE:
         weights = weights / tl.sum(weights, 0)
-    real = tl.load(real_ptr + token) != 0
-    asked = choices < CHOICES
-    local = tl.load(local_ptr + chosen, mask=asked, other=-1)
-    where = token * CHOICES + choices
-    tl.store(weights_ptr + where, weights, mask=asked)
-    tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
-    if COUNT:
-        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=asked & real, sem="relaxed")
-
-
-@triton.jit
-def _first_best(left, ids, BLOCK: tl.constexpr):
-    """The lowest id of those with the largest value."""
-    return tl.min(tl.where(left == tl.max(left, 0), ids, BLOCK), 0)
+    if SHARED > 0:
+        everyone = choices >= CHOICES
+        weights = tl.where(everyone, tl.sigmoid(tl.load(row_ptr + E).to(tl.float32)), weights)
+        chosen = tl.where(everyone, E + choices - CHOICES, chosen)
+    _store_choices(
+        weights, chosen, token, choices, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, CHOICES, SHARED, COUNT
+    )
 
 
 @triton.jit
@@ -108,8 +149,8 @@ def _route_sigmoid_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logits = tl.load(logits_ptr + token.to(tl.int64) * E + ids, mask=ids < E, other=0.0)
-    scores = tl.sigmoid(logits)
+    row_ptr = logits_ptr + token.to(tl.int64) * E
+    scores = tl.sigmoid(tl.load(row_ptr + ids, mask=ids < E, other=0.0))
     # A token of NaN gets the first experts with NaN weights. Padding, and what is not open or left, has -inf.
     ranked = tl.where(scores == scores, scores + bias, 0.0)
     left = tl.where(ids < E, ranked, none)
@@ -126,28 +167,16 @@ def _route_sigmoid_kernel(
             is_open = tl.where(group_of == best_group, 1, is_open)
             sums = tl.where(group_ids == best_group, none, sums)
         left = tl.where(is_open == 1, left, none)
-    weights = tl.zeros((BLOCK_C,), tl.float32)
-    chosen = tl.zeros((BLOCK_C,), tl.int32)
-    for choice in tl.static_range(CHOICES):
-        best = _first_best(left, ids, BLOCK_E)
-        score = tl.sum(tl.where(ids == best, scores, 0.0), 0)
-        weights = tl.where(choices == choice, score, weights)
-        chosen = tl.where(choices == choice, best, chosen)
-        left = tl.where(ids == best, none, left)
+    chosen = _best_of(left, ids, choices, CHOICES, BLOCK_C, BLOCK_E)
+    weights = tl.where(choices < CHOICES, tl.sigmoid(tl.load(row_ptr + chosen)), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     everyone = choices >= CHOICES
     weights = tl.where(everyone, 1.0, weights * scale)
     chosen = tl.where(everyone, E + choices - CHOICES, chosen)
-    real = tl.load(real_ptr + token) != 0
-    asked = choices < CHOICES + SHARED
-    local = tl.load(local_ptr + chosen, mask=asked, other=-1)
-    where = token * (CHOICES + SHARED) + choices
-    tl.store(weights_ptr + where, weights, mask=asked)
-    tl.store(chosen_ptr + where, tl.where(real, local, -1), mask=asked)
-    if COUNT:
-        own = real & (choices < CHOICES)
-        tl.atomic_add(load_ptr + chosen, tl.full((BLOCK_C,), 1, tl.int64), mask=own, sem="relaxed")
+    _store_choices(
+        weights, chosen, token, choices, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, CHOICES, SHARED, COUNT
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])  # steps of any number of tokens run the same code
@@ -184,13 +213,14 @@ def route_top_k(
     local_E: Tensor,
     real_T: Tensor,
     load_E: Tensor | None = None,
+    shared: int = 0,
     *,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """See models/ops/contract.py."""
-    tokens, experts = logits_TE.shape
-    weights_TC = torch.empty(tokens, choices, dtype=torch.float32, device=logits_TE.device)
-    local_TC = torch.empty(tokens, choices, dtype=torch.int32, device=logits_TE.device)
+    (tokens, pitch), experts, columns = logits_TE.shape, len(local_E) - shared, choices + shared
+    weights_TC = torch.empty(tokens, columns, dtype=torch.float32, device=logits_TE.device)
+    local_TC = torch.empty(tokens, columns, dtype=torch.int32, device=logits_TE.device)
     if tokens == 0:
         return weights_TC, local_TC
     block = triton.next_power_of_2(experts)
@@ -202,13 +232,15 @@ def route_top_k(
         local_TC,
         local_E if load_E is None else load_E,
         experts,
+        pitch,
         CHOICES=choices,
-        BLOCK_C=triton.next_power_of_2(choices),
+        SHARED=shared,
+        BLOCK_C=triton.next_power_of_2(columns),
         BLOCK_E=block,
         RENORMALISE=renormalise,
         COUNT=load_E is not None,
         PDL=pdl,
-        num_warps=max(1, min(4, block // 128)),
+        num_warps=max(1, min(4, block // 512)),
         launch_pdl=pdl,
     )
     return weights_TC, local_TC
@@ -251,7 +283,7 @@ def route_sigmoid(
         RENORMALISE=routing.renormalise,
         COUNT=load_E is not None,
         PDL=pdl,
-        num_warps=max(1, min(4, block // 128)),
+        num_warps=max(1, min(4, block // 512)),
         launch_pdl=pdl,
     )
     return weights_TC, local_TC

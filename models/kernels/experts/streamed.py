@@ -39,9 +39,23 @@ def clamped_swiglu(gate, up, limit):
 
 
 @triton.jit
+def _inside(chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
+    """Which columns of a chunk are some of K's: all, but of a shorter last chunk."""
+    cols = tl.arange(0, CHUNK)
+    return cols < K - chunk * CHUNK if (chunk + 1) * CHUNK > K else tl.full((CHUNK,), True, tl.int1)
+
+
+@triton.jit
+def _tile(weights, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, there=True):
+    """A chunk of the weights at ``weights`` [rows, CHUNK]; zeros unless ``there``, a scalar."""
+    mask = _inside(chunk, K, CHUNK)[None, :] & there
+    return tl.load(weights + chunk * CHUNK, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _sums(
     x,
-    weights,
+    w,
     rows,
     scales,
     chunk: tl.constexpr,
@@ -51,9 +65,8 @@ def _sums(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
 ):
-    """Of one chunk of K: products of x [1, CHUNK] and the weights of ``rows``, summed by VECTOR, scaled."""
-    w = tl.load(weights + chunk * CHUNK, eviction_policy="evict_first").to(tl.float32)
-    found = tl.sum(tl.reshape(x * w, (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
+    """Of one chunk of K: products of x [1, CHUNK] and the weights w of ``rows``, summed by VECTOR, scaled."""
+    found = tl.sum(tl.reshape(x * w.to(tl.float32), (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
     if SCALE_ROWS > 0:
         columns = (chunk * CHUNK + tl.arange(0, CHUNK // VECTOR) * VECTOR) // SCALE_COLUMNS
         found *= tl.load(scales + (rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS))[:, None] + columns[None, :])
@@ -96,14 +109,14 @@ def _streamed_gate_up_kernel(
         gate = tl.zeros((BLOCK_I, CHUNK // VECTOR), tl.float32)
         up = tl.zeros((BLOCK_I, CHUNK // VECTOR), tl.float32)
         scales = expert_scales(scales_ptr, expert, matrices * inner, K, SCALE_ROWS, SCALE_COLUMNS)
-        for chunk in tl.static_range(K // CHUNK):
-            x = tl.load(x_row + chunk * CHUNK).to(tl.float32)[None, :]
+        for chunk in tl.static_range((K + CHUNK - 1) // CHUNK):
+            x = tl.load(x_row + chunk * CHUNK, mask=_inside(chunk, K, CHUNK), other=0.0).to(tl.float32)[None, :]
             if GATED:
-                gate += _sums(x, ups, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
-                up_rows = inner + outs
-                up += _sums(x, ups + inner * K, up_rows, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
-            else:
-                up += _sums(x, ups, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
+                w = _tile(ups, chunk, K, CHUNK)
+                gate += _sums(x, w, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
+            w = _tile(ups + (matrices - 1) * inner * K, chunk, K, CHUNK)
+            up_rows = (matrices - 1) * inner + outs
+            up += _sums(x, w, up_rows, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
         gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
         if BIAS:
             bias = bias_ptr + expert.to(tl.int64) * matrices * inner + outs
@@ -126,8 +139,8 @@ def _streamed_down_kernel(
     weight_ptr,  # [G, N, K]
     scales_ptr,  # as in _streamed_gate_up_kernel
     bias_ptr,
-    share_ptr,  # [T, C]
-    chosen_ptr,
+    routed_share_ptr,  # [T, C], written before the launch right before: shares and chosen experts
+    routed_ptr,
     out_ptr,
     N,
     K: tl.constexpr,
@@ -143,24 +156,36 @@ def _streamed_down_kernel(
     outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1)
     cols = tl.arange(0, CHUNK)
+    chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    # Masks and no branches: a choice's weights are on their way while the one before it is summed.
+    expert = tl.load(routed_ptr + token * CHOICES)
+    weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
+    w_next = _tile(weights, 0, K, CHUNK, expert >= 0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((BLOCK_N,), tl.float32)
     for choice in tl.static_range(CHOICES):
         pair = token * CHOICES + choice
-        expert = tl.load(chosen_ptr + pair)
-        if expert >= 0:
-            weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
-            acc = tl.zeros((BLOCK_N, CHUNK // VECTOR), tl.float32)
-            scales = expert_scales(scales_ptr, expert, N, K, SCALE_ROWS, SCALE_COLUMNS)
-            for chunk in tl.static_range(K // CHUNK):
-                h = tl.load(hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols).to(tl.float32)[None, :]
-                acc += _sums(h, weights, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
-            term = tl.sum(acc, 1)
-            if BIAS:
-                term += tl.load(bias_ptr + expert.to(tl.int64) * N + outs).to(tl.float32)
-            total += term * tl.load(share_ptr + pair)
+        here, there = expert, expert >= 0
+        share = tl.load(routed_share_ptr + pair, mask=there, other=0.0)
+        scales = expert_scales(scales_ptr, tl.maximum(here, 0), N, K, SCALE_ROWS, SCALE_COLUMNS)
+        acc = tl.zeros((BLOCK_N, CHUNK // VECTOR), tl.float32)
+        for chunk in tl.static_range(chunks):
+            w = w_next
+            if chunk + 1 < chunks:
+                w_next = _tile(weights, chunk + 1, K, CHUNK, there)
+            elif choice + 1 < CHOICES:
+                expert = tl.load(routed_ptr + pair + 1)
+                weights = weight_ptr + (expert.to(tl.int64) * N + outs)[:, None] * K + cols[None, :]
+                w_next = _tile(weights, 0, K, CHUNK, expert >= 0)
+            h_ptr = hidden_ptr + pair.to(tl.int64) * K + chunk * CHUNK + cols
+            h = tl.load(h_ptr, mask=_inside(chunk, K, CHUNK) & there, other=0.0).to(tl.float32)[None, :]
+            acc += _sums(h, w, outs, scales, chunk, K, CHUNK, VECTOR, SCALE_ROWS, SCALE_COLUMNS)
+        term = tl.sum(acc, 1)
+        if BIAS:
+            term += tl.load(bias_ptr + here.to(tl.int64) * N + outs, mask=there, other=0.0).to(tl.float32)
+        total += term * share
     tl.store(out_ptr + token.to(tl.int64) * N + outs, total.to(out_ptr.dtype.element_ty))
 
 
@@ -172,6 +197,14 @@ def scale_sizes(weight: Weight) -> dict[str, int]:
     columns = columns or weight.inner
     vector = next(size for size in (8, 4, 2, 1) if columns % size == 0 and largest_power(weight.inner) % size == 0)
     return {"SCALE_ROWS": rows, "SCALE_COLUMNS": columns, "VECTOR": vector}
+
+
+def _chunk(weight: Weight, most: int) -> int:
+    """Columns that a program takes at once: many short chunks would each wait for memory. With scales, whole chunks."""
+    whole = min(largest_power(weight.inner), most)
+    if weight.format.block is not None or whole >= most // 2:
+        return whole
+    return min(most, triton.next_power_of_2(weight.inner))
 
 
 def full_programs(multiprocessors: int) -> int:
@@ -213,7 +246,7 @@ def expert_mlp(
         K=hidden,
         CHOICES=choices,
         BLOCK_I=block_i,
-        CHUNK=min(largest_power(hidden), 1024),
+        CHUNK=_chunk(gate_up, 1024),
         **scale_sizes(gate_up),
         GATED=gate_up.outputs > inner,
         CLAMPED=limit is not None,
@@ -235,7 +268,7 @@ def expert_mlp(
         K=inner,
         CHOICES=choices,
         BLOCK_N=block_n,
-        CHUNK=min(largest_power(inner), 256),
+        CHUNK=_chunk(down, 256),
         **scale_sizes(down),
         BIAS=down.bias is not None,
         PDL=pdl,

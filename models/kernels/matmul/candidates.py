@@ -86,10 +86,13 @@ def first_wave(traits: DeviceTraits) -> int:
 
 
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
-    """Block sizes that fit: the chunk is a power of two that divides the inner width; at most 64 weights a thread."""
+    """Block sizes that fit: the chunk is a power of two that divides the inner width, or less than half of a width that
+    none of them divides; at most 64 weights a thread."""
     if shape.rows > MOST_GEMV_ROWS or shape.block is not None:
         return []
     widest, held = shape.inner & -shape.inner, power_of_two_from(shape.rows)
+    if widest < 512:
+        widest = shape.inner // 2
     halves = 2 if shape.gate_up else 1
     found: list[Choice] = []
     ahead: list[Choice] = []

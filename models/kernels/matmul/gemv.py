@@ -40,7 +40,7 @@ def _gemv_kernel(
     memory,  # addresses of all ranks' peer buffers, where PUSH
     use_counts_ptr,
     K: tl.constexpr,
-    CHUNK: tl.constexpr,  # a power of two that divides K
+    CHUNK: tl.constexpr,  # a power of two; the last chunk of K may be shorter
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
@@ -59,7 +59,7 @@ def _gemv_kernel(
     ROW_BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    chunks: tl.constexpr = K // CHUNK
+    chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
     pid = tl.program_id(0)
     outs = pid * BLOCK_O + tl.arange(0, BLOCK_O)
     if GATE_UP:  # tile rows 2j and 2j+1 are gate row j and up row j
@@ -75,13 +75,15 @@ def _gemv_kernel(
     inputs = rows.to(tl.int64)[:, None, None] * K + cols
 
     blocked: tl.constexpr = SCALE_ROWS > 0 and SCALE_COLUMNS < K
-    w = tl.load(weights, eviction_policy="evict_first")
+    ragged: tl.constexpr = K % CHUNK > 0
+    here = cols < K if ragged and chunks == 1 else tl.full((1, 1, 1), True, tl.int1)
+    w = tl.load(weights, mask=here, other=0.0, eviction_policy="evict_first")
     if blocked:
         scale_rows = scale_ptr + (weight_rows // SCALE_ROWS)[None, :, None] * tl.cdiv(K, SCALE_COLUMNS)
         vectors = (tl.arange(0, CHUNK // VECTOR) * VECTOR)[None, None, :]
         w_scale = tl.load(scale_rows + vectors // SCALE_COLUMNS)  # early: most others are in the same lines
     if NORM:
-        scale = tl.load(norm_ptr + cols)
+        scale = tl.load(norm_ptr + cols, mask=here, other=0.0)
     if PDL:
         if PREFETCH > 0 and pid < PREFETCH_PROGRAMS:
             line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
@@ -96,13 +98,16 @@ def _gemv_kernel(
     acc = tl.zeros((BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR), tl.float32)
     squares = tl.zeros((BLOCK_M, 1, CHUNK // VECTOR), tl.float32)
     for chunk in tl.static_range(chunks):
+        mask = row_mask & here
         if chunk + 1 < chunks:
-            w_next = tl.load(weights + (chunk + 1) * CHUNK, eviction_policy="evict_first")
-        x = tl.load(x_ptr + inputs + chunk * CHUNK, mask=row_mask, other=0.0)
+            if ragged and chunk + 2 == chunks:
+                here = cols < K - (chunk + 1) * CHUNK
+            w_next = tl.load(weights + (chunk + 1) * CHUNK, mask=here, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + inputs + chunk * CHUNK, mask=mask, other=0.0)
         if ADD:
-            y = tl.load(residual_ptr + inputs + chunk * CHUNK, mask=row_mask, other=0.0)
+            y = tl.load(residual_ptr + inputs + chunk * CHUNK, mask=mask, other=0.0)
             x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
-            tl.store(residual_out_ptr + inputs + chunk * CHUNK, x, mask=row_mask & (pid == chunk))
+            tl.store(residual_out_ptr + inputs + chunk * CHUNK, x, mask=mask & (pid == chunk))
         h = x.to(tl.float32)
         if NORM:
             squares += tl.sum(tl.reshape(h * h, (BLOCK_M, 1, CHUNK // VECTOR, VECTOR)), 3)
@@ -117,7 +122,7 @@ def _gemv_kernel(
         if chunk + 1 < chunks:
             w = w_next
             if NORM:
-                scale = tl.load(norm_ptr + (chunk + 1) * CHUNK + cols)
+                scale = tl.load(norm_ptr + (chunk + 1) * CHUNK + cols, mask=here, other=0.0)
     result = tl.sum(acc, 2)
     if SCALE_ROWS > 0 and SCALE_COLUMNS == K:
         result *= tl.load(scale_ptr + weight_rows // SCALE_ROWS)[None, :]
@@ -146,19 +151,20 @@ def gemv(
     prefetch: int = 0,
     first_wave: int = 0,
     buffers: PeerBuffers | None = None,
+    wide: bool = False,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
 
-    ``block_o`` must divide the output's width and ``chunk`` (a power of two) the inner width; ``prefetch`` is 0 or a
-    power of two from 64, at most the columns after the first chunk, and only the first ``first_wave`` programs
-    prefetch. ``scale`` float32: of 8-bit weights, one a ``block`` of rows and columns, whose columns are a multiple of
-    8 or all. residual' is x, or a fresh tensor where a residual is given: every program reads all inputs, so none is
-    overwritten.
+    ``block_o`` must divide the output's width; ``chunk`` is a power of two, which divides the inner width where weights
+    have a ``scale``. ``prefetch`` is 0 or a power of two from 64, at most the columns after the first chunk, and only
+    the first ``first_wave`` programs prefetch. ``scale`` float32: of 8-bit weights, one a ``block`` of rows and
+    columns, whose columns are a multiple of 8 or all. ``wide``: y is float32. residual' is x, or a fresh tensor where a
+    residual is given: every program reads all inputs, so none is overwritten.
     """
     rows, inner = x_MK.shape
     out_width = weight_OK.shape[0] // (2 if gate_up else 1)
-    out_MO = torch.empty(rows, out_width, dtype=x_MK.dtype, device=x_MK.device)
+    out_MO = torch.empty(rows, out_width, dtype=torch.float32 if wide else x_MK.dtype, device=x_MK.device)
     residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
     _gemv_kernel[(out_width // block_o,)](
         x_MK,

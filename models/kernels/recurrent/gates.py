@@ -42,7 +42,16 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _sigmoid_mul_kernel(
-    x_ptr, gate_ptr, out_ptr, scale_ptr, pitch, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    gate_ptr,
+    out_ptr,
+    scale_ptr,
+    pitch,
+    width,
+    gate_stride,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """GROUP: as in matmul/norm.py's SiLU-mul."""
     row = tl.program_id(0).to(tl.int64) * width
@@ -53,7 +62,8 @@ def _sigmoid_mul_kernel(
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
+    gate_row = tl.program_id(0).to(tl.int64) * gate_stride
+    gate = tl.load(gate_ptr + gate_row + cols, mask=mask, other=0.0).to(tl.float32)
     out = (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty)
     if GROUP == 0:
         tl.store(out_ptr + row + cols, out, mask=mask)
@@ -96,15 +106,15 @@ def gated_norm_(x_TX: Tensor, z_TX: Tensor, norm_V: Tensor, eps: float, pdl: boo
 
 
 def sigmoid_mul(x_TX: Tensor, gate_TX: Tensor, pdl: bool, into: Quantised | None = None) -> Tensor:
-    """x * sigmoid(gate), [T, X]; with ``into`` its codes."""
-    x_TX, gate_TX = x_TX.contiguous(), gate_TX.contiguous()
+    """x * sigmoid(gate), [T, X]; with ``into`` its codes. ``gate`` may be columns of a wider tensor."""
+    x_TX = x_TX.contiguous()
     tokens, width = x_TX.shape
     group = 0 if into is None else into.group
     memory = memory_of(into or torch.empty_like(x_TX))
     if tokens:
         block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
         _sigmoid_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x_TX, gate_TX, *memory, width,
+            x_TX, gate_TX, *memory, width, gate_TX.stride(0),
             BLOCK=block, GROUP=group, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
         )  # fmt: skip
     return memory[0]

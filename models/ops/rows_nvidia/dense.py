@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from models.kernels import embedding
-from models.kernels.matmul import codes, invariant, norm
+from models.kernels.matmul import codes, gemv, invariant, norm
+from models.kernels.matmul.candidates import MOST_GEMV_ROWS
 from models.kernels.recurrent import gates
 from models.ops.table import INVARIANT, Key, Row, Run
+from models.row_buckets import power_of_two_from
 from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight
 
@@ -81,6 +83,18 @@ def _wide_logits(ops: Any) -> Run:
     return lambda x_TN, weight: ops.linear(x_TN.float(), Weight.of(weight.data.float()))
 
 
+def _few_logits(ops: Any, call: tuple[int, torch.dtype]) -> Run:
+    """A program for each expert has all of its weights, or 4,096 of them, in registers before its predecessor ends."""
+    pdl = ops.pdl
+
+    def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
+        chunk = min(4096, power_of_two_from(weight.inner))
+        given = x_TN.contiguous(), weight.data, None
+        return gemv.gemv(*given, block_o=1, chunk=chunk, warps=8, wide=True, pdl=pdl)[0]
+
+    return router_logits
+
+
 ROWS = (
     _invariant("vocab_rows", _vocab_rows),
     _invariant("rms_norm", _rms_norm),
@@ -99,8 +113,13 @@ ROWS = (
     ),
     Row(
         "router_logits",
-        lambda ops, dtype: lambda x_TN, weight: torch.mm(x_TN, weight.data.t(), out_dtype=torch.float32),
-        refuses=lambda ops, dtype: "float32 already" if dtype == torch.float32 else None,
+        _few_logits,
+        refuses=lambda ops, call: None if call[0] <= MOST_GEMV_ROWS else f"more than {MOST_GEMV_ROWS} rows",
+    ),
+    Row(
+        "router_logits",
+        lambda ops, call: lambda x_TN, weight: torch.mm(x_TN, weight.data.t(), out_dtype=torch.float32),
+        refuses=lambda ops, call: "float32 already" if call[1] == torch.float32 else None,
     ),
 )
 # Of the deterministic mode, before the others.
@@ -109,4 +128,4 @@ INVARIANT_ROWS = (
     _invariant("gate_up", _invariant_product(gate_up=True)),
     _invariant("router_logits", _wide_logits),
 )
-KEYS = {"router_logits": Key(lambda x_TN, weight: x_TN.dtype)}
+KEYS = {"router_logits": Key(lambda x_TN, weight: (min(len(x_TN), MOST_GEMV_ROWS + 1), x_TN.dtype))}

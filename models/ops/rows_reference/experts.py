@@ -19,15 +19,26 @@ from parallel.layers.weight import Weight
 
 
 def route_top_k(
-    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, load_E: Tensor | None = None
+    logits_TE: Tensor,
+    choices: int,
+    renormalise: bool,
+    local_E: Tensor,
+    real_T: Tensor,
+    load_E: Tensor | None = None,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    scores_TE = logits_TE.to(_wide(logits_TE)).softmax(-1)
+    wide_TE, count = logits_TE.to(_wide(logits_TE)), len(local_E) - shared
+    scores_TE = wide_TE[:, :count].softmax(-1)
     ordered_TE, experts_TE = scores_TE.sort(stable=True, dim=-1, descending=True)
     weights_TC, experts_TC = ordered_TE[:, :choices], experts_TE[:, :choices]
     if renormalise:
         weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
     if load_E is not None:
         load_E.scatter_add_(0, experts_TC.flatten(), real_T.to(load_E.dtype).repeat_interleave(choices))
+    if shared:
+        everyone_TS = torch.arange(count, count + shared, device=logits_TE.device).expand(len(logits_TE), -1)
+        experts_TC = torch.cat((experts_TC, everyone_TS), 1)
+        weights_TC = torch.cat((weights_TC, wide_TE[:, count, None].sigmoid().expand(-1, shared)), 1)
     return weights_TC, torch.where(real_T[:, None], local_E[experts_TC], -1)
 
 

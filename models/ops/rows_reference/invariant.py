@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,14 +150,15 @@ def _each_query(
 
 
 def route_top_k(
-    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, load_E: Tensor | None = None
+    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, *counted: Any
 ) -> tuple[Tensor, Tensor]:
+    """``counted``: load and shared experts."""
     found = [
-        experts.route_top_k(logits_TE[t : t + 1].clone(), choices, renormalise, local_E, real_T[t : t + 1], load_E)
+        experts.route_top_k(logits_TE[t : t + 1].clone(), choices, renormalise, local_E, real_T[t : t + 1], *counted)
         for t in range(logits_TE.shape[0])
     ]
     if not found:
-        return logits_TE.new_empty(0, choices, dtype=torch.float32), local_E.new_empty(0, choices)
+        return experts.route_top_k(logits_TE, choices, renormalise, local_E, real_T, *counted)
     weights, local = zip(*found, strict=True)
     return torch.cat(weights), torch.cat(local)
 

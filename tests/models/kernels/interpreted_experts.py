@@ -30,16 +30,19 @@ def check(found: Tensor, expected: Tensor, limit: float, what: object) -> None:
     assert error < limit, f"{what}: relative error {error:.1e}"
 
 
-def check_route(experts: int, choices: int, renormalise: bool, count: bool) -> None:
+def check_route(experts: int, choices: int, renormalise: bool, count: bool, shared: int = 0) -> None:
     tokens = 6
-    logits = torch.randn(tokens, experts).half().float()  # coarse: with equal scores among them
+    # Coarse: with equal scores among them. Then the gate of shared experts, and columns that are not read.
+    logits = torch.randn(tokens, experts + 3 * (shared > 0)).half().float()
     logits[1] = 0.0
+    logits[:, experts + 1 :] = math.nan
     local = torch.randperm(experts, dtype=torch.int32)
     local[local >= experts // 2] = -1
+    local = torch.cat((local, torch.arange(experts, experts + shared, dtype=torch.int32)))
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
-    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, pdl=False)
-    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs)
+    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, shared, pdl=False)
+    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs, shared)
     check(weights, expected[0], 1e-6, ("weights", experts, choices))
     assert torch.equal(chosen, expected[1]), (experts, choices)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
@@ -138,6 +141,8 @@ def main() -> None:
         [(8, 2), (12, 5), (5, 5), (128, 8)], [True, False], [True, False]
     ):
         check_route(experts, choices, renormalise, count)
+    for shared, count in ((1, True), (2, False)):
+        check_route(8, 2, True, count, shared)
     for experts, count in product((16, 24), (True, False)):
         for groups, top_groups, renormalise in ((1, 1, True), (4, 2, False), (8, 3, True), (2, 2, True)):
             routing = SigmoidRouting(5, renormalise, groups, top_groups, 2.5, shared=groups % 3)
@@ -156,6 +161,7 @@ def main() -> None:
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
         for form in (streamed.expert_mlp, grouped):
             check_mlp(form, 3, 2, 3, (48, 32), dtype, 1)
+            check_mlp(form, 2, 1, 2, (1344, 464), dtype, 1)  # Nemotron's widths have no large power of two
             check_mlp(form, 3, 2, 3, (48, 32), dtype, limit=1.0)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
         check_mlp(small, 40, 2, 3, (32, 16), dtype, limit=0.7)

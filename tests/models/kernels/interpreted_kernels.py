@@ -132,7 +132,8 @@ def rows_as_codes(kernels: Nvidia) -> None:
 def some(shape: LinearShape) -> list[Choice]:
     """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
     found = candidates.candidates_for(shape)
-    picked = [*found[:2], *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
+    ragged = [Gemv(2, 1024, 4)] if shape.rows <= candidates.MOST_GEMV_ROWS else []
+    picked = [*found[:2], *ragged, *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
     if skinny is not None:
         picked += [
@@ -157,6 +158,8 @@ def products(kernels: Nvidia) -> None:
             biased, bare = Weight.of(weight, offset), Weight.of(weight)
             plain = REFERENCE.linear(x, biased)
             after = REFERENCE.linear(hidden, bare)
+            if count <= candidates.MOST_GEMV_ROWS:
+                check(kernels.router_logits(x, bare), REFERENCE.router_logits(x, bare), torch.float32, "router")
             for choice in some(shape):
                 kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
                 found = kernels.matmul.run(x, biased, choice, gate_up=gate_up)

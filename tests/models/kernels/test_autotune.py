@@ -278,7 +278,7 @@ def test_candidates_fit_their_shape(rows: int) -> None:
         bucket = shape.bucket
         if isinstance(choice, Gemv):
             assert bucket.rows <= 4
-            assert shape.inner % choice.chunk == 0
+            assert shape.inner % choice.chunk == 0 or (shape.inner % 512 and 2 * choice.chunk <= shape.inner)
             assert (shape.outputs // (2 if shape.gate_up else 1)) % choice.block_o == 0
             assert choice.prefetch <= shape.inner - choice.chunk
         elif isinstance(choice, Wide):

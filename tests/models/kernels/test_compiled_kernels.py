@@ -33,6 +33,7 @@ STEADY = {
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
     *("ends_ptr", "decay_log_ptr", "decay_bias_ptr", "gate_ptr", "state_ptr", "kept_ptr", "path_ptr"),
     *("a_log_ptr", "window_ptr", "bias_ptr", "sinks_ptr"),
+    *("routed_ptr", "routed_share_ptr"),  # by the launch before the last
 }
 
 

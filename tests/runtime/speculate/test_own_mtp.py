@@ -145,7 +145,7 @@ class Ungated(MTPProposer):
         super().__init__(*arguments)
         draft: Any = self._draft
         mlp = draft.layers[0].mlp
-        mlp.shared.gate.weight.data.zero_()
+        mlp.router.weight.data[mlp.router.experts].zero_()
 
 
 @pytest.mark.parametrize("mutant", [OwnState, Ungated])
