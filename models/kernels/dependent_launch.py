@@ -20,8 +20,14 @@ ended. These rules keep that safe:
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+
+def dependent_launches(device: torch.device) -> bool:
+    """Whether launches on ``device`` may use PDL: sm_90 and later, and not Triton's interpreter."""
+    return device.type != "cpu" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit

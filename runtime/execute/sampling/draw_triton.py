@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.dependent_launch import dependent_launches
 from models.kernels.traits import H200
 
 NO_CANDIDATE = -(2**63)
@@ -194,10 +196,13 @@ def best_with_noise(best, best_column, reached, score, words, column, inside, is
 def _best_kernel(
     logits_ptr, keys_ptr, temperature_ptr, seed_ptr, position_ptr, logits_stride, temperature_stride, seed_stride,
     position_stride, vocab, vocab_start, per_program,
-    PURPOSE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+    PURPOSE: tl.constexpr, RANDOM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if RANDOM:
         factor, is_random = inverse_temperature(tl.load(temperature_ptr + row * temperature_stride))
         seed = tl.load(seed_ptr + row * seed_stride).to(tl.int64)
@@ -231,10 +236,13 @@ def _conclude_kernel(
     count_ptr, finish_ptr, keys_stride, candidates, stop_ids_stride, stop_id_stride, stop_ids, position_stride,
     min_length_stride, max_length_stride, finished_stride,
     STOP: tl.constexpr, LENGTH: tl.constexpr, ERROR: tl.constexpr, HAS_EVIDENCE: tl.constexpr, CANDIDATES: tl.constexpr,
-    STOP_IDS: tl.constexpr,
+    STOP_IDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     index = tl.arange(0, CANDIDATES)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     keys = tl.load(keys_ptr + row * keys_stride + index, mask=index < candidates, other=-9223372036854775808)
     key = tl.max(keys, 0)
     rank = (key >> 32).to(tl.int32)
@@ -289,10 +297,12 @@ def best_candidates(
         logits_BV = logits_BV.contiguous()
     parts, per_program = split_rows(rows, vocab)
     keys_BP = torch.empty(rows, parts, dtype=torch.int64, device=logits_BV.device)
+    pdl = dependent_launches(logits_BV.device)
     _best_kernel[(rows, parts)](
         logits_BV, keys_BP, temperature_B, seed_B, position_B, logits_BV.stride(0), temperature_B.stride(0),
         seed_B.stride(0), position_B.stride(0), vocab, vocab_start, per_program,
-        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, RANDOM=random, BLOCK=_BLOCK, num_warps=8,
+        PURPOSE=(PURPOSE_STEP * (purpose + 1)) % 2**64, RANDOM=random, BLOCK=_BLOCK, PDL=pdl, num_warps=8,
+        launch_pdl=pdl,
         **EXACT,
     )  # fmt: skip
     return keys_BP
@@ -319,6 +329,7 @@ def conclude(
     token_B = torch.empty(rows, dtype=torch.int64, device=device)
     ok_B = torch.empty(rows, dtype=torch.bool, device=device)
     count_B, finish_B = torch.empty(2, rows, dtype=torch.int32, device=device)
+    pdl = dependent_launches(device)
     _conclude_kernel[(rows,)](
         keys_BP.contiguous(), token_B if evidence_B is None else evidence_B, stop_ids_BK, position_B, min_length_B,
         max_length_B, finished_B, token_B, ok_B, count_B, finish_B, candidates, candidates, stop_ids_BK.stride(0),
@@ -326,6 +337,6 @@ def conclude(
         max_length_B.stride(0), finished_B.stride(0),
         STOP=codes[0], LENGTH=codes[1], ERROR=codes[2], HAS_EVIDENCE=evidence_B is not None,
         CANDIDATES=max(_CANDIDATES, triton.next_power_of_2(candidates)),
-        STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])), num_warps=1,
+        STOP_IDS=triton.next_power_of_2(max(1, stop_ids_BK.shape[1])), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return token_B, ok_B, count_B, finish_B

@@ -3,7 +3,7 @@
 Knows: the arithmetic of gather.py and commit.py, which hold the torch references. Does not know: which words of a
 record mean what (columns come as tensors, strides included), the forward pass and the sampling between the two.
 
-All are plain launches, without programmatic dependent launch: what ``begin`` and ``begin_packed`` write has landed
+``begin`` and ``begin_packed`` are plain launches, without programmatic dependent launch: what they write has landed
 before the embedding starts. See models/kernels/dependent_launch.py.
 """
 
@@ -17,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from models.kernels.dependent_launch import dependent_launches
 
 _PAGES = 1024  # of a row's page table that one program copies
 _ROWS = 256  # that the one program of ``finish`` takes at a time
@@ -65,8 +68,11 @@ def _finish_kernel(
     rows_ptr, drawn_token_ptr, count_ptr, finish_ptr, old_token_ptr, old_length_ptr, old_finished_ptr, last_token_ptr,
     length_ptr, finished_ptr, history_ptr, ring_ptr, appended_ptr, rows, positions, words, last_token_stride,
     ring_stride, entries, stamps,
-    REMEMBERS: tl.constexpr, BLOCK: tl.constexpr,
+    REMEMBERS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     appended = tl.load(appended_ptr)
     entry_ptr = ring_ptr + (appended.to(tl.int32) % entries).to(tl.int64) * ring_stride
     for start in range(0, rows, BLOCK):
@@ -244,11 +250,12 @@ def finish(
     most 2**31. One program does it all, so that the counter moves once.
     """
     last_token, length, _ = table
+    pdl = dependent_launches(rows_B.device)
     _finish_kernel[(1,)](
         rows_B, token_B, count_B, finish_B, *old, *table, ring_EX if history_SL is None else history_SL, ring_EX,
         appended_1, len(rows_B), 0 if history_SL is None else history_SL.shape[1], length.stride(0),
         last_token.stride(0), ring_EX.stride(0), len(ring_EX), stamps,
-        REMEMBERS=history_SL is not None, BLOCK=_ROWS, num_warps=8,
+        REMEMBERS=history_SL is not None, BLOCK=_ROWS, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 
 
