@@ -28,19 +28,9 @@ _CHUNKS = 32  # beyond so many chunks they get longer: each program counts all p
 
 @triton.jit
 def _store_choices(
-    weights,
-    chosen,
-    token,
-    choices,
-    local_ptr,
-    real_ptr,
-    weights_ptr,
-    chosen_ptr,
-    load_ptr,
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    weights, chosen, token, choices, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr,
+    CHOICES: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     real = tl.load(real_ptr + token) != 0
     asked = choices < CHOICES + SHARED
     local = tl.load(local_ptr + chosen, mask=asked, other=-1)
