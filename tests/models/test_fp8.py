@@ -72,17 +72,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _shared_experts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In checkpoints of numbers as in those of codes."""
-    before = moe._shared_beside
-
-    def shared_beside(config: ModelConfig, *rest: Any) -> int:
-        return before(replace(config, quantization=BLOCKS_OF_128), *rest)
-
-    monkeypatch.setattr(moe, "_shared_beside", shared_beside)
-
-
 def ignored(tensors: dict[str, Tensor]) -> list[str]:
     return [name.removesuffix(".weight") for name, tensor in tensors.items() if KEPT.search(name) and tensor.dim() == 2]
 
@@ -101,13 +90,21 @@ def write_both(folder: Path, config: dict[str, Any], letter: str, block: int = 1
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, *, whole: bool = False) -> Decoder:
-    return load_model(
-        config_from_folder(folder),
-        folder,
-        collectives=SingleRank() if size == 1 else RankOf(rank, size),
-        kernels=reference_kernels(),
-        experts=ExpertSplit(whole=whole),
-    )
+    """Also of checkpoints of numbers with shared experts as those of codes have them."""
+    before = moe._shared_beside
+
+    def shared_beside(config: ModelConfig, *rest: Any) -> int:
+        return before(replace(config, quantization=BLOCKS_OF_128), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "_shared_beside", shared_beside)
+        return load_model(
+            config_from_folder(folder),
+            folder,
+            collectives=SingleRank() if size == 1 else RankOf(rank, size),
+            kernels=reference_kernels(),
+            experts=ExpertSplit(whole=whole),
+        )
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:

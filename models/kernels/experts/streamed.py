@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
 from models.kernels.traits import H200
+from models.row_buckets import power_of_two_from
 from parallel.layers.weight import Weight
 
 
@@ -204,7 +205,7 @@ def _chunk(weight: Weight, most: int) -> int:
     whole = min(largest_power(weight.inner), most)
     if weight.format.block is not None or whole >= most // 2:
         return whole
-    return min(most, triton.next_power_of_2(weight.inner))
+    return min(most, power_of_two_from(weight.inner))
 
 
 def full_programs(multiprocessors: int) -> int:
