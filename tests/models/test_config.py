@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from models.config import ModelConfig, ModelConfigError, for_length
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
-from models.layers.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from models.layers.rope import DefaultRope, LinearRope, Llama3Rope, ProportionalRope, YarnRope
 from models.registry import config_from_dict, config_from_folder, model_class
 from tests.models.drafters.tiny_drafters import dflash_config, eagle3_config, mtp_config
 from tests.models.tiny_checkpoint import TINY
@@ -420,6 +420,13 @@ HYBRID: dict[str, Any] = TINY | {"head_dim": 16} | FAMILIES["qwen3.5-moe"]
 HYBRID = {key: value for key, value in HYBRID.items() if key != "partial_rotary_factor"}
 NEMOTRON_MTP: dict[str, Any] = TINY | NEMOTRON | {"attention_bias": False, "num_nextn_predict_layers": 1}
 NEMOTRON_MTP["mtp_layers_block_type"] = ["attention", "moe"]
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 7,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "hidden_size_per_layer_input": 0,
+}
 FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "is_causal": None}
 
 
@@ -437,11 +444,12 @@ FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "sliding_window":
         ),
         (config_from_dict, [HYBRID, {**BESIDE_IMAGES, "rope_scaling": None}]),
         (config_from_dict, [NEMOTRON_MTP]),
+        (config_from_dict, [GEMMA4, *(TINY | OTHERS[name] for name in ("granite-4", "olmo3", "smollm3", "gemma4"))]),
         (DFlashConfig.from_dict, [dflash_config(**FULL)]),
         (MTPConfig.from_dict, [mtp_config()]),
         (Eagle3Config.from_dict, [eagle3_config(**FULL)]),
     ],
-    ids=["attention", "hybrid", "nemotron-h", "dflash", "mtp", "eagle3"],
+    ids=["attention", "hybrid", "nemotron-h", "others", "dflash", "mtp", "eagle3"],
 )
 def test_whatever_a_key_holds_it_is_understood_or_refused_by_name(
     kind: Callable[[dict[str, Any]], ModelConfig | DFlashConfig | MTPConfig | Eagle3Config], bases: list[dict[str, Any]]
@@ -661,3 +669,50 @@ def test_an_unknown_architecture_names_the_nearest_and_the_keys_that_differ() ->
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'MambaForCausalLM' is not implemented; .* Llama.*, Qwen2.*, Qwen3"):
         model_class("MambaForCausalLM")
+
+
+def test_gemma_4_has_the_oracles_defaults() -> None:
+    """Heads of 256 dims in sliding layers, of 512 in every sixth and the last one."""
+    config = config_from_dict(GEMMA4)
+    kinds = [(spec.head_dim, spec.window, spec.rope, spec.scale) for spec in config.attention]
+    sliding, full = (256, 512, 1, 1.0), (512, None, 0, 1.0)
+    assert kinds == [*[sliding] * 5, full, full]
+    assert {(spec.kv_heads, spec.value_norm, spec.values_are_keys) for spec in config.attention} == {(4, True, False)}
+    assert (config.rotary_dim, config.tied_embeddings, config.logits_softcap) == (256, True, None)
+    assert config.ropes == (ProportionalRope(1e6, 0.25, 1.0), DefaultRope(1e4))
+    published = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 30.0}
+    text = {key: value for key, value in published.items() if key != "architectures"}
+    wrapped = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 1}}
+    by_layer = {number: {"head_dim": 512, "num_key_value_heads": 2} for number in ("5", "6")}
+    for config in (config_from_dict(published), config_from_dict(wrapped)):
+        assert (config.attention_of(5).kv_heads, config.attention_of(4).kv_heads) == (2, 4)
+        assert (config.attention_of(6).values_are_keys, config.logits_softcap) == (True, 30.0)
+        assert config.attention == config_from_dict({**published, "per_layer_config": by_layer}).attention
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (GEMMA4 | {"hidden_size_per_layer_input": None}, "'hidden_size_per_layer_input' is 256, .* of E2B"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "'num_kv_shared_layers' is 2"),
+        (GEMMA4 | {"enable_moe_block": True}, "'enable_moe_block' is True, .* of 26B-A4B"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is 'all'"),
+        (GEMMA4 | {"per_layer_config": {"5": {"head_dim": 512}}}, r"of all full layers \['5', '6'\]"),
+        (GEMMA4 | {"per_layer_config": {n: {"scale": 2} for n in ("5", "6")}}, "only 'head_dim' and"),
+        (GEMMA4 | {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "'num_global_key_value_heads' 3"),
+        (GEMMA4 | {"rope_parameters": {"rope_type": "default"}}, "'rope_parameters' must have an object for"),
+        (
+            TINY | OTHERS["smollm3"] | {"no_rope_layers": [1, 0, 2, 1]},
+            "'no_rope_layers' must list 0 or 1 for each",
+        ),
+        (TINY | OTHERS["granite"] | {"residual_multiplier": 0}, "'residual_multiplier' must be a positive number"),
+        (TINY | OTHERS["granite-4"] | {"mamba_d_head": 5}, "'mamba_n_heads' 4 x 'mamba_d_head' 5 is not"),
+        (TINY | OTHERS["granite-4"] | {"position_embedding_type": "alibi"}, "'position_embedding_type' is 'alibi'"),
+        (TINY | OTHERS["granite-4"] | {"layer_types": ["mamba", "mlp"]}, "'layer_types' must name 'mamba' or"),
+        (TINY | OTHERS["granite-4"] | {"time_step_limit": [0.0, 0.1]}, "'time_step_limit' is"),
+    ],
+    ids=str,
+)
+def test_what_todays_families_do_not_implement_is_refused_by_name(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        config_from_dict(given)
