@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 from models.row_buckets import decode_ladder
@@ -337,13 +336,8 @@ class EngineConfig:
         """The same for a model that keeps state in slots: rows and a few more, at least two, and one a session."""
         return replace(limits, slots=state_slots(self.max_num_seqs) + self.max_sessions)
 
-    @property
-    def digest(self) -> str:
-        """The same on two ranks exactly if all fields are."""
-        return blake2b(self.describe().encode(), digest_size=16).hexdigest()
-
     def describe(self) -> str:
-        """Every field as ``name=value`` on one line, for the log."""
+        """Every field as ``name=value`` on one line."""
         return " ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
 
 

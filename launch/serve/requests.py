@@ -72,7 +72,6 @@ class Asked:
     prompts: tuple[Prompt, ...]
     sequences: tuple[SequenceRequest, ...]
     sampling: SamplingParams  # as asked for, with n and stop strings
-    stop_token_ids: tuple[int, ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -306,7 +305,6 @@ class RequestBuilder:
             prompts,
             tuple(_sequences(prompts, sampling, stops, priority, self._ready)),
             sampling,
-            stops,
             bool(body.stream),
             options is not None and bool(options.include_usage),
             options is not None and bool(options.continuous_usage_stats),

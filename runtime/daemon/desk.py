@@ -61,11 +61,6 @@ class Desk:
             daemon.probes.remove(probe)
             probe.close()
 
-    @property
-    def sessions(self) -> int:
-        """Open sessions of all connections."""
-        return self.daemon.sessions
-
     def line(self, connection: Connection, text: str) -> None:
         """Carry out one line, and answer it. No line makes this raise."""
         self.carry_out(connection, self.read(text))

@@ -9,19 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from parallel.control.interface import ControlPlane
-
-
-class Health(NamedTuple):
-    """``ok`` means progress, not a living process. ``still_for`` and ``limit`` are seconds."""
-
-    ok: bool
-    still_for: float
-    limit: float
-    step: int
-    place: str
 
 
 class Progress:
@@ -35,14 +24,10 @@ class Progress:
         self.place = "load"
         self.step = 0
         self.limit = limit
-        self.turns = -1  # with the marks, when they were last looked at
+        self.turns = -1  # with the ends of phases, when they were last looked at
         self._control = control
         self._marks = 0
         self._since = time.monotonic()
-
-    def mark(self) -> None:
-        """Progress that is no turn, while loading or compiling."""
-        self._marks += 1
 
     @contextmanager
     def phase(self, place: str, limit: float) -> Iterator[None]:

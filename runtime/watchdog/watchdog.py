@@ -36,7 +36,7 @@ from runtime.watchdog.crash_report import Evidence
 from runtime.watchdog.heartbeat import Channel, News
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.peer_view import PeerView
-from runtime.watchdog.progress import Health, Progress
+from runtime.watchdog.progress import Progress
 from runtime.watchdog.shutdown import LAST_SECONDS, Shutdown, exit_code
 
 
@@ -97,11 +97,6 @@ class Watchdog(Progress):
         self._digest = lambda: digest.value
         self.evidence.decisions = digest.recent
         self.evidence.steps = steps
-
-    def health(self) -> Health:
-        still = self.still_for(time.monotonic())
-        ok = self.verdict is None and still <= self.limit and not self._stopping.is_set()
-        return Health(ok, still, self.limit, self.step, self.place)
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         """The ranks that this one follows and has received nothing from for longer; from any thread."""

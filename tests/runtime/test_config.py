@@ -36,7 +36,7 @@ def test_a_row_gains_as_many_tokens_as_are_proposed_and_one_more() -> None:
     config = EngineConfig(model="m", device="cpu", speculative_method="ngram", num_speculative_tokens=4)
     assert config.width == config.step_limits(64, 2).width == 5
     assert dataclasses.replace(config, chain_depth=0).speculation == config.speculation
-    assert dataclasses.replace(config, num_speculative_tokens=4).digest == config.digest
+    assert dataclasses.replace(config, num_speculative_tokens=4).describe() == config.describe()
     given = '{"method": "ngram", "num_speculative_tokens": 4}'
     assert EngineConfig(model="m", device="cpu", speculative_config=given).speculation == config.speculation
 
@@ -134,7 +134,7 @@ def test_no_smaller_windows_is_another_configuration_than_none_named() -> None:
     keys: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 15}
     several: tuple[dict[str, Any], ...] = ({}, {"fewer_speculative_tokens": []}, {"fewer_speculative_tokens": [7, 3]})
     made = [EngineConfig(model="m", device="cuda", speculative_config=keys | more) for more in several]
-    assert len({config.digest for config in made}) == 3
+    assert len({config.describe() for config in made}) == 3
     for config in made:
         again = speculative_config(str(config.speculation))
         assert again == config.speculation

@@ -133,11 +133,9 @@ class LocalRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A follower's links by channel, its clock's offset to the leader's with its error bound, and all offsets."""
+    """A follower's links by channel, and the offsets of all ranks' clocks to the leader's."""
 
     links: dict[str, UdsFollowerLink]
-    offset_ns: int
-    round_trip_ns: int
     offsets_ns: tuple[int, ...]
 
 
@@ -169,7 +167,7 @@ def join(path: Path, identity: Identity, rank: int, leader: int, limits: Limits)
             for link in links.values():
                 link.close()
     step = machines["step"]
-    return Joined(links, step.offset_ns, step.round_trip_ns, step.offsets_ns)
+    return Joined(links, step.offsets_ns)
 
 
 def greet(link: FollowerLink, machine: FollowerHandshake, goal: Greeting, until: float) -> None:

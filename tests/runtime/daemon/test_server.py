@@ -229,7 +229,7 @@ def test_a_session_whose_start_is_cancelled_is_closed(tmp_path: Path, pauses: in
 
     with served(path) as server:
         asyncio.run(talk())
-        until(lambda: server.desk.sessions == 0)
+        until(lambda: server.desk.daemon.sessions == 0)
 
 
 def test_a_start_that_is_cancelled_in_line_says_nothing(tmp_path: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_client_that_is_killed_takes_its_sessions_with_it(tmp_path: Path) -> N
         for _ in range(3):
             rude.start(IDS, max_tokens=3000, quantum=3000)
         rude.read()
-        assert server.desk.sessions == 3
+        assert server.desk.daemon.sessions == 3
         rude.close()  # in the middle of its tokens
-        until(lambda: server.desk.sessions == 0)
+        until(lambda: server.desk.daemon.sessions == 0)
         assert other.start(IDS, max_tokens=4, quantum=4).tokens() == alone(3, IDS, 4)
         until(lambda: not engine.has_work)
         engine.check_all_is_back()
@@ -301,9 +301,9 @@ def test_one_that_reads_nothing_is_lost_and_the_others_go_on(tmp_path: Path) -> 
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(str(path))
         slow.sendall(b"TAGGED 1\nREQ 1 START [1,2] 39000 39000\n")
-        until(lambda: server.desk.sessions == 1)
+        until(lambda: server.desk.daemon.sessions == 1)
         assert other.start(IDS, max_tokens=400, quantum=400).tokens() == alone(1, IDS, 400)
-        until(lambda: server.desk.sessions == 0)
+        until(lambda: server.desk.daemon.sessions == 0)
         slow.close()
 
 

@@ -212,8 +212,8 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="--prefill-attention or --deterministic"):
         EngineConfig(model="m", device="cpu", deterministic=True, prefill_attention="flashinfer")
     plain, mode = (EngineConfig(model="m", device="cpu", deterministic=on) for on in (False, True))
-    assert plain.digest != mode.digest
     assert "deterministic=True" in mode.describe()
+    assert "deterministic=False" in plain.describe()
 
 
 def test_the_mode_selects_its_kernels() -> None:

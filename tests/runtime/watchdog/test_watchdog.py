@@ -189,19 +189,17 @@ def test_health_means_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for step in range(3):
             watchdog.step, watchdog.place = step, "run"
             plane.exchange(step, 0)
-            assert watchdog.health()[1:] == (0.0, 2.0, step, "run")
+            assert (watchdog.still_for(now), watchdog.limit) == (0.0, 2.0)
             now += 1.9
-            assert watchdog.health().ok
+            assert watchdog.still_for(now) == pytest.approx(1.9)
         with watchdog.phase("compile", 60.0):
-            assert watchdog.health().still_for == 0.0
+            assert watchdog.still_for(now) == 0.0
             now += 3.0  # longer than the limit outside
-            assert watchdog.health().ok
-            assert watchdog.health().place == "compile"
-        watchdog.mark()
-        assert watchdog.health().ok
+            assert (watchdog.still_for(now), watchdog.limit) == (pytest.approx(3.0), 60.0)
+            assert watchdog.place == "compile"
+        assert watchdog.still_for(now) == 0.0
         watchdog._run()  # nothing more happens: it ends by itself
         assert left == [EXIT_CODE]
-        assert not watchdog.health().ok
         assert watchdog.verdict is not None
         assert watchdog.verdict.text.startswith("rank 0 stands still at step 2 in run (limit 2 s)")
     finally:
