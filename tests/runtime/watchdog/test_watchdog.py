@@ -195,7 +195,7 @@ def test_health_means_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with watchdog.phase("compile", 60.0):
             assert watchdog.still_for(now) == 0.0
             now += 3.0  # longer than the limit outside
-            assert (watchdog.still_for(now), watchdog.limit) == (pytest.approx(3.0), 60.0)
+            assert 2.0 < watchdog.still_for(now) < watchdog.limit == 60.0
             assert watchdog.place == "compile"
         assert watchdog.still_for(now) == 0.0
         watchdog._run()  # nothing more happens: it ends by itself
