@@ -256,36 +256,28 @@ def _attend_in_torch(ops: Any) -> Run:
     )
 
 
-def _attend(ops: Any, heads: int, kv_layer: Tensor, into: Quantised | None, kind: AttentionKind, *call: Any) -> Tensor:
-    """``call``: q or qkv, inputs, scale, rotation. Kernels quantise where a head is a group."""
-    q_TX, *rest = call
-    here = into is not None and into.group == kv_layer.shape[4] and q_TX.dtype == torch.bfloat16
+def _attend(
+    ops: Any, kv_layer: Tensor, heads: int, out_THD: Tensor | None, into: Quantised | None, kind: AttentionKind,
+    q_TX: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """``rest``: inputs, scale, rotation. Kernels quantise where a head is a group."""
+    if into is None:
+        numbers_THD: Tensor = ops.attend(q_TX, heads, kv_layer, *rest, out_THD, kind)
+        return numbers_THD
+    here = into.group == kv_layer.shape[4] and q_TX.dtype == torch.bfloat16
     out: Tensor = ops.attend(q_TX, heads, kv_layer, *rest, into if here else None, kind)
-    return out if into is None or here else codes.quantise(out.flatten(1), into.group, ops.pdl, into).codes
+    return out if here else codes.quantise(out.flatten(1), into.group, ops.pdl, into).codes
 
 
 def _decode(ops: Any) -> Run:
-    def decode_attention(
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        out_THD: Tensor | None = None,
-        *,
-        into: Quantised | None = None,
-        kind: AttentionKind = PLAIN,
-    ) -> Tensor:
-        if into is not None:
-            return _attend(ops, q_THD.shape[1], kv_layer, into, kind, q_THD, inputs, scale, None)
-        out: Tensor = ops.attend(q_THD, q_THD.shape[1], kv_layer, inputs, scale, None, out_THD, kind)
-        return out
-
-    return decode_attention
+    return lambda q_THD, kv_layer, inputs, scale, out_THD=None, *, into=None, kind=PLAIN: _attend(
+        ops, kv_layer, q_THD.shape[1], out_THD, into, kind, q_THD, inputs, scale, None
+    )
 
 
 def _rotating(ops: Any, call: tuple[bool, bool, bool]) -> Run:
     return lambda qkv_TX, heads, kv_layer, rotation, inputs, scale, into=None, kind=PLAIN: _attend(
-        ops, heads, kv_layer, into, kind, qkv_TX, inputs, scale, rotation
+        ops, kv_layer, heads, None, into, kind, qkv_TX, inputs, scale, rotation
     )
 
 

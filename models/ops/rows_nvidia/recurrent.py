@@ -46,17 +46,11 @@ def _normed(scan: Scan) -> Callable[..., Run]:
         pdl = ops.pdl
 
         def gated_delta(
-            qkv_TC: Tensor,
-            z_TV: Tensor,
-            b_TH: Tensor,
-            a_TH: Tensor,
-            rule: DeltaRule,
-            state_SHVK: Tensor,
-            rows: StateRows,
+            qkv_TC: Tensor, z_TV: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state: Tensor, rows: StateRows
         ) -> Tensor:
             z_TV, b_TH, a_TH = delta_step.aligned_gates(z_TV, b_TH, a_TH)
             out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
-            scan(ops, qkv_TC, b_TH, a_TH, rule, state_SHVK, rows, out_TV, pdl)
+            scan(ops, qkv_TC, b_TH, a_TH, rule, state, rows, out_TV, pdl)
             return out_TV if rows.replays else gates.gated_norm_(out_TV, z_TV, rule.norm_V, rule.eps, pdl)
 
         return gated_delta
@@ -103,16 +97,11 @@ def _mamba_one_by_one(ops: Any, call: StateCall) -> Run:
 
 def _behind_conv(ops: Any, scan: Run) -> Run:
     def mamba2(
-        projected_TZ: Tensor,
-        weights: Mamba2Weights,
-        window_SJC: Tensor,
-        state_SHPM: Tensor,
-        rows: StateRows,
-        positions_T: Tensor,
+        projected_TZ: Tensor, weights: Mamba2Weights, window: Tensor, state: Tensor, rows: StateRows, places_T: Tensor
     ) -> Tensor:
         _, xbc_TC, _ = weights.split(projected_TZ)
-        xbc_TC = ops.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)
-        out_TX: Tensor = scan(projected_TZ, xbc_TC, weights, state_SHPM, rows)
+        xbc_TC = ops.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window, rows, places_T)
+        out_TX: Tensor = scan(projected_TZ, xbc_TC, weights, state, rows)
         return out_TX
 
     return mamba2
