@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
 
 from runtime.number_text import is_whole_number
 
-MAX_HOSTS = 65_536
 _PIECE = re.compile(r"([^,\[\]]+)|\[([^\]]*)\]")
-
-
-def expand(node_list: str) -> list[str]:
-    """``gpu[01-02,7],login`` to gpu01, gpu02, gpu7, login. Raises ValueError for anything else."""
-    hosts = list(islice(_hosts(node_list), MAX_HOSTS + 1))
-    if len(hosts) > MAX_HOSTS:
-        raise ValueError(f"the node list {node_list[:80]!r} names more than {MAX_HOSTS} hosts")
-    return hosts
 
 
 def first_host(node_list: str) -> str:
     """The first name of the list."""
-    return next(_hosts(node_list))
+    return next(hosts(node_list))
 
 
-def _hosts(node_list: str) -> Iterator[str]:
+def hosts(node_list: str) -> Iterator[str]:
+    """``gpu[01-02,7],login`` to gpu01, gpu02, gpu7, login. Raises ValueError for anything else."""
     names = _split(node_list)
     if not all(names):
         raise ValueError(f"the node list {node_list!r} has an empty name")

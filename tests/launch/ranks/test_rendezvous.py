@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.ranks.nodelist import expand, first_host
+from launch.ranks.nodelist import first_host, hosts
 from launch.ranks.rendezvous import Rendezvous, RendezvousError, check_degrees, discover
 from parallel.topology import Topology
 
@@ -140,7 +140,7 @@ def test_groups_times_tensor_parallel_ranks_is_the_world() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node_list", "hosts"),
+    ("node_list", "wanted"),
     [
         ("n1", ["n1"]),
         ("a,b-2", ["a", "b-2"]),
@@ -150,9 +150,9 @@ def test_groups_times_tensor_parallel_ranks_is_the_world() -> None:
         ("x[3]-ib.cluster", ["x3-ib.cluster"]),
     ],
 )
-def test_node_lists(node_list: str, hosts: list[str]) -> None:
-    assert expand(node_list) == hosts
-    assert first_host(node_list) == hosts[0]
+def test_node_lists(node_list: str, wanted: list[str]) -> None:
+    assert [*hosts(node_list)] == wanted
+    assert first_host(node_list) == wanted[0]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,8 @@ def test_node_lists(node_list: str, hosts: list[str]) -> None:
 )
 def test_node_lists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
-        expand(text)
+        [*hosts(text)]
 
 
-def test_a_node_list_cannot_ask_for_endless_hosts() -> None:
+def test_the_first_of_endless_hosts_costs_nothing() -> None:
     assert first_host("n[0-999999999]") == "n0"
-    with pytest.raises(ValueError, match="more than"):
-        expand("n[0-999999999]")
