@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
+from models.drafters.draft_config import MTPConfig
+from models.drafters.load import load_own_mtp
+from models.drafters.mtp import MTPDraft
+from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.quantization import ALGORITHMS, FOUR_BITS, READERS, STRATEGIES
 from models.registry import ARCHITECTURES, config_from_dict, model_class
@@ -203,6 +207,32 @@ def test_edges_that_would_cut_groups_finer_than_16_lie_on_multiples_of_it(size: 
 def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: Path) -> None:
     coded, plain = write_both(tmp_path, MODELS[model], None if model == "gpt-oss" else schemes()["awq"])
     assert answers(coded, "auto") == answers(coded, "auto", depth=0) == answers(plain, "auto")
+
+
+@pytest.mark.slow
+def test_an_mtp_layer_in_its_targets_checkpoint_may_be_of_four_bits(tmp_path: Path) -> None:
+    """Its entry projection stays as it is."""
+    config = OF_FAMILIES["qwen3-next"] | {"mtp_num_hidden_layers": 1}
+    tensors = full_tensors(config_from_dict(config))
+    with torch.device("meta"):
+        draft = MTPDraft(
+            MTPConfig.of_target(config_from_dict(config)),
+            ModelContext(SingleRank(), reference_kernels(), torch.float32),
+        )
+    tensors |= {name: torch.randn(shard.full_shape) * 0.1 for name, shard in draft.checkpoint_shards().items()}
+    names = [*ignored(tensors), "mtp.fc"]
+    kept = {f"{name}.weight" for name in names}
+    stored, meant, said = quantise(tensors, schemes()["nvfp4-modelopt"], lambda name: name in kept, names)
+    found = []
+    for folder, made, more in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, {name: one.clone() for name, one in made.items()}, files=2, config=config | more)
+        found.append(load_own_mtp(load(tmp_path / folder), tmp_path / folder))
+    expected = dict(weights(found[1]))
+    coded = dict(weights(found[0]))
+    assert any(weight.format.code for weight in coded.values())
+    for name, weight in coded.items():
+        assert torch.equal(weight.plain(torch.float32), expected[name].data), name
 
 
 @pytest.mark.parametrize("size", [1, 2])
