@@ -16,11 +16,10 @@ from dataclasses import replace
 import torch
 
 from launch.tune.compile import READY
-from models.kernels.matmul.autotune import reason_of
+from models.kernels.matmul.autotune import reason_of, stored
 from models.kernels.matmul.choice_table import Choice, LinearShape, choice_from_json
 from models.kernels.traits import traits_of
 from models.ops.tuned import TunedProducts
-from parallel.layers.weight import Weight
 
 _MOST_OUTPUTS = 4096  # of a weight here: how many there are is no constant of a kernel
 
@@ -41,10 +40,10 @@ def run_once(matmul: TunedProducts, shape: LinearShape, choice: Choice) -> str |
     """None, or why ``choice`` does not run. What leaves the GPU unusable ends the process."""
     x = torch.zeros(shape.rows, shape.inner, dtype=shape.dtype, device=matmul.device)
     outputs = min(shape.outputs, _MOST_OUTPUTS)
-    weight = torch.zeros(outputs, shape.inner, dtype=shape.format.dtype, device=matmul.device)
-    scale = None if shape.block is None else torch.ones(shape.format.grid(outputs, shape.inner), device=matmul.device)
+    shape = replace(shape, outputs=outputs)
     try:
-        matmul.runner(replace(shape, outputs=outputs))(x, Weight(weight, shape.format, None, scale), choice)
+        weight = stored(torch.zeros(outputs, shape.inner, dtype=shape.dtype, device=matmul.device), shape)
+        matmul.runner(shape)(x, weight, choice)
         torch.cuda.synchronize(matmul.device)
     except Exception as error:  # the compiler's and the launcher's have no common class
         torch.cuda.synchronize(matmul.device)

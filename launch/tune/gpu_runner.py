@@ -187,8 +187,8 @@ class Alone:
         self._device, self._matmul, self._gate_up = kernels.device, kernels.matmul, shape.gate_up
         self._product = ColdProduct(shape, kernels.matmul.runner(shape), kernels.device)
         self._x = self._product.x.clone()
-        plain = Blas() if shape.block is None else Decoded()
-        self._most_off = _MOST_OFF_ALONE if shape.block is None else _MOST_OFF_QUANTISED
+        plain = Blas() if shape.stored is None else Decoded()
+        self._most_off = _MOST_OFF_ALONE if shape.stored is None else _MOST_OFF_QUANTISED
         self._expected = self._plain(plain)
         self._product.warm_up(plain)  # else the first candidates find another clock than the last
 

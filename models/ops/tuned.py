@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from models.kernels.matmul import autotune, choice_table, codes, norm, skinny
 from models.kernels.matmul.candidates import (
+    coded_candidates,
     default_choice,
-    fp8_candidates,
     fp8_variants,
     quick_candidates,
     worth_measuring,
@@ -91,7 +90,7 @@ class TunedProducts:
         form = weight.format
         if form.block is None or form.code is not None or tokens == 0 or form.activation_cap is not None:
             return None  # what cuts activations is a separate launch
-        shape = LinearShape(tokens, weight.outputs, weight.inner, dtype, False, gate_up, weight.format.block)
+        shape = LinearShape(tokens, weight.outputs, weight.inner, dtype, False, gate_up, weight.format)
         if not reads_codes(shape, self.choice(shape)):
             return None
         return Quantised.empty(tokens, weight.inner, codes.group_of(weight), dtype, self.device, numbers=numbers)
@@ -99,15 +98,10 @@ class TunedProducts:
     def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
         if weight.parts:
             return torch.cat([self.linear(x_TN, part) for part in weight.parts], -1)
-        if weight.format.code is not None:
-            self._slower["four_bit_products"] = (
-                f"no kernel takes {weight.format.name} weights: decoded for each product"
-            )
-            return F.linear(numbers_of(x_TN), weight.plain(x_TN.dtype), weight.bias)
         return self._run(x_TN, weight, False, False)[0](_whole(x_TN, weight), weight)[0]
 
     def linear_push(self, buffers: PeerBuffers, x_TN: Activations, weight: Weight) -> tuple[Tensor, bool]:
-        if _composed(weight):
+        if weight.parts:
             return self.linear(x_TN, weight), False
         run, pushes = self._run(x_TN, weight, False, False)
         return run(_whole(x_TN, weight), weight, buffers=buffers if pushes else None)[0], pushes
@@ -115,14 +109,14 @@ class TunedProducts:
     def add_norm_linear(
         self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight
     ) -> tuple[Tensor, Tensor]:
-        if _composed(weight):
+        if weight.parts:
             into = self.quantised_for(weight, x_TN.shape[0], x_TN.dtype)
             hidden_TN = norm.rms_norm(x_TN.contiguous(), residual_TN, norm_N, eps, self.pdl, into)
             return self.linear(into or hidden_TN, weight), x_TN if residual_TN is None else residual_TN
         return self._run(x_TN, weight, True, False)[0](x_TN.contiguous(), weight, residual_TN, norm_N, eps)
 
     def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
-        if _composed(weight):
+        if weight.parts:
             return norm.silu_mul(self.linear(x_TN, weight), self.pdl, into)
         options = {} if into is None else {"into": into}
         run = self._run(x_TN, weight, False, True, into is not None)[0]
@@ -137,7 +131,7 @@ class TunedProducts:
         weight: Weight,
         into: Quantised | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if _composed(weight):
+        if weight.parts:
             hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
             return norm.silu_mul(hidden_T2I, self.pdl, into), residual_TN
         options = {} if into is None else {"into": into}
@@ -147,7 +141,7 @@ class TunedProducts:
     def gate_up_down(self, x_TN: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In slices of at most LARGE_STEP rows, so that the widest activations of a step take little memory."""
         rows = x_TN.shape[0]
-        if rows <= LARGE_STEP or down.bias is not None or _composed(down):
+        if rows <= LARGE_STEP or down.bias is not None or down.parts:
             into = self.quantised_for(down, rows, x_TN.dtype)
             hidden_TI = self.gate_up(x_TN, gate_up, into)
             return self.linear(into or hidden_TI, down)
@@ -165,14 +159,14 @@ class TunedProducts:
         self, x_TN: Activations, weight: Weight, normed: bool, gate_up: bool, into: bool = False
     ) -> tuple[Product, bool]:
         """See products.product."""
-        block = weight.format.block
-        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up, block, into)
+        stored = weight.format if weight.format.block else None
+        key = (x_TN.shape[0], weight.outputs, weight.inner, x_TN.dtype, normed, gate_up, stored, into)
         found = self._runs.get(key)
         if found is None:
             shape = LinearShape(*key[:-1])
             choice = self.choice(shape)
             # Prompts have thousands of row counts.
-            same = choice, normed, gate_up, shape.rows <= MAX_PUSHED_ROWS, block is None, into
+            same = choice, normed, gate_up, shape.rows <= MAX_PUSHED_ROWS, stored is None, into
             found = self._runs[key] = self._runs.setdefault(same, product(self, shape, choice, into))
         return found
 
@@ -196,7 +190,7 @@ class TunedProducts:
     def _resolve(self, shape: LinearShape) -> Choice:
         if (found := self._measured(shape)) is not None:
             return found
-        if shape.block is not None:
+        if shape.stored is not None:
             return self.candidates(shape)[0]
         if self._chosen_cannot_run(shape):
             return Blas()  # an algorithm of cuBLASLt won: cuBLAS's own choice is nearest to it
@@ -268,8 +262,9 @@ class TunedProducts:
     def candidates(self, shape: LinearShape) -> list[Choice]:
         """Every choice that can run ``shape``, cuBLAS included."""
         tried: Iterable[Choice]
-        if shape.block is not None:
-            tried = dict.fromkeys([*fp8_candidates(shape, self.traits), *fp8_variants(shape, self.traits)])
+        if shape.stored is not None:
+            variants = [] if shape.four_bits else fp8_variants(shape, self.traits)
+            tried = dict.fromkeys([*coded_candidates(shape, self.traits), *variants])
         else:
             tried = (choice for row in ROWS.values() if row.variants for choice in row.variants(self, shape))
         return [choice for choice in tried if self._fits(shape, choice)]
@@ -277,7 +272,7 @@ class TunedProducts:
     def runner(self, shape: LinearShape) -> autotune.Run:
         """With FP8 weights as in a layer: what makes x quantises it, and SiLU-mul quantises for the next product."""
         into = None
-        if shape.gate_up and shape.block is not None and shape.dtype == torch.bfloat16:
+        if shape.gate_up and shape.block is not None and not shape.four_bits and shape.dtype == torch.bfloat16:
             width = shape.outputs // 2
             group = shape.block[1] or width
             into = None if width % group else Quantised.empty(shape.rows, width, group, shape.dtype, self.device)
@@ -306,7 +301,7 @@ class TunedProducts:
         )[0]
 
     def _quickly(self, shape: LinearShape) -> list[Choice]:
-        if shape.block is not None:
+        if shape.stored is not None:
             return [choice for choice in quick_candidates(shape, (), self.traits) if self._fits(shape, choice)]
         return quick_candidates(shape, algorithms(self, shape), self.traits)
 
@@ -355,11 +350,6 @@ class TunedProducts:
         run, _ = product(self, shape, choice, into is not None)
         options = {} if into is None else {"into": into}
         return run(x_MK.contiguous(), weight, residual_MK, norm_K, eps, **options)
-
-
-def _composed(weight: Weight) -> bool:
-    """Whether products are those of its parts, or of decoded numbers."""
-    return bool(weight.parts) or weight.format.code is not None
 
 
 def _whole(x_TN: Activations, weight: Weight) -> Activations:

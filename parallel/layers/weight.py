@@ -97,10 +97,21 @@ def nvfp4(group: int = 16) -> WeightFormat:
     return form.in_blocks(1, group)
 
 
-def block_of(name: str) -> tuple[int, int]:
-    """The block of a format that ``fp8`` named. Raises ValueError."""
-    rows, columns = name.removeprefix("fp8_").split("x")
-    return int(rows), 0 if columns == "all" else int(columns)
+def format_of(name: str) -> WeightFormat:
+    """A format of that name, with a block; its scales, where the name leaves them open, are bfloat16. Raises
+    ValueError."""
+    kind, _, block = name.partition("_")
+    kinds: dict[str, WeightFormat] = {
+        "fp8": fp8(1, 0),
+        "int4": int4(0, torch.bfloat16),
+        "int4z": int4(0, torch.bfloat16, zeros=True),
+        "mxfp4": mxfp4(),
+        "nvfp4": nvfp4(),
+    }
+    rows, _, columns = block.partition("x")
+    if kind not in kinds:
+        raise ValueError(f"{name!r} is no format of weights; there are {', '.join(kinds)}")
+    return kinds[kind].in_blocks(int(rows), 0 if columns == "all" else int(columns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,9 +28,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.route import pairs_by_expert
-from models.kernels.experts.streamed import clamped_swiglu, expert_scales
+from models.kernels.experts.streamed import activated, expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
 from models.kernels.matmul.codes import quantised_by
+from models.kernels.matmul.four_bits import EXPERT_COLUMNS, constants_of, four_bit_sums
+from models.kernels.matmul.four_bits import memory_of as four_bits_memory_of
 from models.kernels.traits import H200
 from parallel.comm.quantised import Activations, Quantised, memory_of
 from parallel.layers.weight import Weight
@@ -69,7 +71,9 @@ def _grouped_kernel(
     in_scale_ptr,  # where NARROW: float32 [K / SCALE_COLUMNS, in_pitch]
     in_pitch,
     weight_ptr,  # [G, O or 2 * O with GATED, K]
-    scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
+    scales_ptr,  # [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
+    zeros_ptr,  # of four-bit weights, as the next
+    factors_ptr,
     bias_ptr,  # [G, rows of the weight], with BIAS
     limit,  # with CLAMPED
     share_ptr,  # [T * C] float32, without GATE_UP
@@ -89,6 +93,10 @@ def _grouped_kernel(
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K, or all columns
+    CODES: tl.constexpr,  # of four-bit weights (matmul/four_bits.py), else 0
+    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    LIFT: tl.constexpr,
     NARROW: tl.constexpr,  # inputs are codes, too
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
@@ -116,38 +124,41 @@ def _grouped_kernel(
         else:
             own_rows = tile * width + tile_rows
         weight_rows = expert.to(tl.int64) * all_rows + own_rows
-        scales = expert_scales(scales_ptr, expert, all_rows, K, SCALE_ROWS, SCALE_COLUMNS)
-        if SCALE_ROWS > 0:
-            scales += own_rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS)
-        cols = tl.arange(0, BLOCK_K)
-        weights = weight_ptr + weight_rows[:, None] * K + cols[None, :]
-        inputs = in_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
-        acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-        for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
-            w = tl.load(weights + step * BLOCK_K)
-            x = tl.load(inputs + step * BLOCK_K, mask=asked[:, None], other=0.0)
-            if SCALE_ROWS == 0:
-                acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-            else:
-                factor = tl.load(scales + step * BLOCK_K // SCALE_COLUMNS)[:, None]
-                if NARROW:
-                    at = step * BLOCK_K // SCALE_COLUMNS * in_pitch
-                    x_scale = tl.load(in_scale_ptr + at + rows, mask=asked, other=0.0)
-                    acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
+        if CODES > 0:
+            steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+            acc = four_bit_sums(
+                in_ptr + rows.to(tl.int64) * K, asked, weight_ptr, scales_ptr, zeros_ptr, factors_ptr, weight_rows, 0,
+                K, steps, K % BLOCK_K == 0, SCALE_COLUMNS, CODES, ZEROS, FACTORS, LIFT, BLOCK_K, 1, STAGES,
+            )  # fmt: skip
+        else:
+            scales = expert_scales(scales_ptr, expert, all_rows, K, SCALE_ROWS, SCALE_COLUMNS)
+            if SCALE_ROWS > 0:
+                scales += own_rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS)
+            cols = tl.arange(0, BLOCK_K)
+            weights = weight_ptr + weight_rows[:, None] * K + cols[None, :]
+            inputs = in_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
+            acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+            for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
+                w = tl.load(weights + step * BLOCK_K)
+                x = tl.load(inputs + step * BLOCK_K, mask=asked[:, None], other=0.0)
+                if SCALE_ROWS == 0:
+                    acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
                 else:
-                    acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
+                    factor = tl.load(scales + step * BLOCK_K // SCALE_COLUMNS)[:, None]
+                    if NARROW:
+                        at = step * BLOCK_K // SCALE_COLUMNS * in_pitch
+                        x_scale = tl.load(in_scale_ptr + at + rows, mask=asked, other=0.0)
+                        acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
+                    else:
+                        acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
         if BIAS:
             result += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
-            if CLAMPED:
-                result = clamped_swiglu(gate, up, limit)
-            else:
-                result = gate * tl.sigmoid(gate) * up
+            result = activated(gate, up, limit, GATED, CLAMPED)
         elif GATE_UP:
-            result = tl.maximum(result, 0.0)
-            result = result * result
+            result = activated(result, result, limit, GATED, CLAMPED)
         else:
             result = result * tl.load(share_ptr + pairs, mask=asked, other=0.0)[:, None]
         where = pairs.to(tl.int64)[:, None] * outputs + tile * width + tl.arange(0, width)[None, :]
@@ -205,14 +216,15 @@ def expert_mlp(
     tokens, choices = local_TC.shape
     if tokens == 0:
         return torch.empty_like(x_TN)
-    experts, hidden, inner = down.data.shape
+    experts, hidden, inner = down.cells.shape
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     lists = (order_GT, counts_G, choices, pdl)
     mean = tokens * choices / all_experts  # average length of a list, over all ranks' experts
     up_rows = gate_up.outputs
     up_tiles, down_tiles = tiles or default_tiles(mean, hidden, inner, x_TN.dtype, up_rows, shared_bytes=shared_bytes)
-    narrow = narrow and x_TN.dtype == torch.bfloat16
-    if narrow:
+    coded = gate_up.format.code is not None or down.format.code is not None
+    narrow = narrow and x_TN.dtype == torch.bfloat16 and not coded
+    if narrow or coded:
         up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
     x = quantised_by(gate_up, x_TN, pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
@@ -236,7 +248,7 @@ def _codes_at_once(weight: Weight) -> int:
 
 
 def _of_codes(tiles: Tiles) -> Tiles:
-    """A step's sums are apart from the others until they are scaled, so a tile takes twice the registers."""
+    """A step's sums may be apart from the others until they are scaled, so a tile takes twice the registers."""
     return tiles if tiles.block_m * tiles.block_o <= _MOST_SUMS else replace(tiles, block_o=128)
 
 
@@ -272,16 +284,21 @@ def _grouped(
     tiles: Tiles,
     limit: float | None = None,
 ) -> None:
-    experts, weight_rows, inner = weight.data.shape
+    experts, weight_rows, inner = weight.cells.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
-    narrow = isinstance(x, Quantised)
+    narrow, four_bits = isinstance(x, Quantised), weight.format.code is not None
     block_k = _codes_at_once(weight) if narrow else math.gcd(tiles.block_k, scale_columns or tiles.block_k)
+    codes = {"SCALE_COLUMNS": scale_columns or inner, "CODES": 0, "ZEROS": False, "FACTORS": False, "LIFT": 1.0}
+    stored = weight.data, *(order_GT if weight.scale is None else weight.scale, order_GT, order_GT)
+    if four_bits:
+        block_k, codes, stored = EXPERT_COLUMNS, constants_of(weight, x.dtype), four_bits_memory_of(weight)
     stages = tiles.stages if block_k <= tiles.block_k else max(2, tiles.stages * tiles.block_k // block_k)
+    if four_bits and tiles.block_m <= 32:  # a step is few bytes
+        stages = 4
     capacity, outputs = order_GT.shape[1], out_PO.shape[1]
     _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
         *memory_of(x),
-        weight.data,
-        order_GT if weight.scale is None else weight.scale,
+        *stored,
         order_GT if weight.bias is None else weight.bias,
         limit or 0.0,
         order_GT if share_TC is None else share_TC,
@@ -300,7 +317,7 @@ def _grouped(
         STAGES=stages,
         GROUP=tiles.group,
         SCALE_ROWS=scale_rows,
-        SCALE_COLUMNS=scale_columns or inner,
+        **codes,
         NARROW=narrow,
         GATE_UP=share_TC is None,
         GATED=weight_rows > outputs,

@@ -54,6 +54,19 @@ def _tile(weights, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, th
 
 
 @triton.jit
+def activated(gate, up, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
+    """clamped_swiglu, SiLU-mul, or relu2 of ``up``."""
+    if CLAMPED:
+        result = clamped_swiglu(gate, up, limit)
+    elif GATED:
+        result = gate * tl.sigmoid(gate) * up
+    else:
+        result = tl.maximum(up, 0.0)
+        result = result * result
+    return result
+
+
+@triton.jit
 def _sums(
     x,
     w,
@@ -124,13 +137,7 @@ def _streamed_gate_up_kernel(
             if GATED:
                 gate_sum += tl.load(bias).to(tl.float32)
             up_sum += tl.load(bias + (matrices - 1) * inner).to(tl.float32)
-        if CLAMPED:
-            result = clamped_swiglu(gate_sum, up_sum, limit)
-        elif GATED:
-            result = gate_sum * tl.sigmoid(gate_sum) * up_sum
-        else:
-            result = tl.maximum(up_sum, 0.0)
-            result = result * result
+        result = activated(gate_sum, up_sum, limit, GATED, CLAMPED)
         tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
 
 

@@ -43,7 +43,7 @@ class ColdProduct:
         self.x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
         copies = max(2, min(64, -(-_COLD_BYTES // shape.format.nbytes(shape.outputs, shape.inner))))
         weights = torch.randn(copies, shape.outputs, shape.inner, dtype=shape.dtype, device=device)
-        self.weights = [_stored(weight, shape) for weight in weights.mul_(shape.inner**-0.5)]
+        self.weights = [stored(weight, shape) for weight in weights.mul_(shape.inner**-0.5)]
 
     def one(self, choice: Choice) -> Tensor:
         """What ``choice`` makes of the first weight. Raises what a compiler or a launch does."""
@@ -72,13 +72,30 @@ class ColdProduct:
         return replay_for(captured(functools.partial(self.each, choice)), seconds) / len(self.weights)
 
 
-def _stored(numbers: Tensor, shape: LinearShape) -> Weight:
-    """In the format of ``shape``."""
+def stored(numbers: Tensor, shape: LinearShape) -> Weight:
+    """In the format of ``shape``; four-bit ones are other numbers of about that size."""
     if shape.block is None:
         return Weight.of(numbers)
+    if shape.four_bits:
+        return _four_bits(shape, numbers.device)
     codes = (numbers * (100 * shape.inner**0.5)).clamp(-448, 448).to(shape.format.dtype)
     scale = torch.full(shape.format.grid(shape.outputs, shape.inner), 0.01 * shape.inner**-0.5, device=numbers.device)
     return Weight(codes, shape.format, None, scale)
+
+
+def _four_bits(shape: LinearShape, device: torch.device) -> Weight:
+    form, size = shape.format, shape.inner**-0.5 / 4
+    grid = form.grid(shape.outputs, shape.inner)
+    data = torch.randint(0, 256, (shape.outputs, shape.inner // 2), dtype=torch.uint8, device=device)
+    scale = torch.full(grid, 1.0 if form.factors else size, device=device)
+    exponents = scale.log2().round().add(127)
+    return Weight(
+        data,
+        form,
+        scale=(exponents if form.scale_dtype == torch.uint8 else scale).to(form.scale_dtype),
+        zero=torch.full(grid, 7, dtype=torch.uint8, device=device) if form.zeros else None,
+        factor=torch.full(grid[:1], size, device=device) if form.factors else None,
+    )
 
 
 def fastest(shape: LinearShape, choices: Iterable[Choice], run: Run, device: torch.device) -> tuple[Choice, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from models.kernels.matmul.choice_table import Blas, Choice, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
+from models.kernels.matmul.choice_table import Blas, Choice, Decoded, FourBits, Gemv, LinearShape, Scaled, Skinny, Wide
 from models.kernels.traits import H200, TALL_ROWS, DeviceTraits
 from models.row_buckets import power_of_two_from
 
@@ -25,6 +25,10 @@ _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
+_MOST_FOUR_BIT_ROWS = 256
+# Of four-bit weights: (block_o, parts, stages) and (block_o, split, stages, warps).
+_FOUR_BIT_PARTS = ((16, 4, 4), (32, 4, 4), (16, 8, 3), (32, 8, 3), (32, 2, 5))
+_FOUR_BIT_TILES = ((64, 1, 4, 4), (64, 2, 4, 4), (64, 4, 4, 4), (128, 1, 4, 8), (128, 2, 4, 8), (128, 4, 4, 8))
 _LARGE_WEIGHT = 64 << 20  # elements: the gate-up of an 8B model, but not its other matrices
 
 # (block_o, block_k, stages, warps): the winners of a wider search on an H200.
@@ -45,8 +49,8 @@ def default_choice(shape: LinearShape, traits: DeviceTraits = H200) -> Choice:
     large weights from 8 rows, and for shapes that fit neither kernel.
     """
     rows = shape.bucket.rows
-    if shape.block is not None:
-        return next(iter(fp8_candidates(shape.bucket, traits)), Decoded())
+    if shape.stored is not None:
+        return coded_candidates(shape.bucket, traits)[0]
     if rows > 32 or (rows >= 8 and shape.outputs * shape.inner >= _LARGE_WEIGHT):
         return Blas()
     fitting = candidates_for(shape.bucket, traits)
@@ -67,15 +71,17 @@ def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTra
     ``lt``: cuBLASLt's algorithms, the likeliest first.
     """
     default = default_choice(shape, traits)
-    if shape.block is not None:
+    if shape.four_bits:
+        return four_bit_candidates(shape, traits)[:_QUICK_FP8]
+    if shape.stored is not None:
         return [*itertools.islice(fp8_candidates(shape, traits), _QUICK_FP8), Scaled(), Decoded()]
     return [*([] if isinstance(default, Blas) else [default]), Blas(), *itertools.islice(lt, _QUICK_ALGORITHMS)]
 
 
 def candidates_for(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Kernels worth timing beside cuBLAS for a bucket, the likeliest first; empty where the shape fits none."""
-    if shape.block is not None:
-        return fp8_candidates(shape, traits)
+    if shape.stored is not None:
+        return coded_candidates(shape, traits)
     gemv, skinny = gemv_candidates(shape, traits), skinny_candidates(shape, traits)
     return [*gemv, *skinny] if shape.rows <= 2 else [*skinny, *gemv, *wide_candidates(shape, traits)]
 
@@ -88,7 +94,7 @@ def first_wave(traits: DeviceTraits) -> int:
 def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Block sizes that fit: the chunk is a power of two that divides the inner width, or less than half of a width that
     none of them divides; at most 64 weights a thread."""
-    if shape.rows > MOST_GEMV_ROWS or shape.block is not None:
+    if shape.rows > MOST_GEMV_ROWS or shape.stored is not None:
         return []
     widest, held = shape.inner & -shape.inner, power_of_two_from(shape.rows)
     if widest < 512:
@@ -109,7 +115,7 @@ def gemv_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
 
 def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Tiles and splits of K that give most multiprocessors one to four programs."""
-    if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.block is not None:
+    if shape.rows > 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.stored is not None:
         return []
     multiprocessors = traits.multiprocessors
     most = 3 * multiprocessors // 4 + 1  # more than three quarters of them
@@ -141,7 +147,7 @@ def skinny_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[C
 
 def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
     """Tiles and splits of K that give nearly every multiprocessor one program, or two."""
-    if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.block is not None:
+    if not 8 <= shape.rows <= 256 or shape.dtype not in (torch.bfloat16, torch.float16) or shape.stored is not None:
         return []
     multiprocessors, block_m = traits.multiprocessors, power_of_two_from(shape.rows)
     # With few rows the 96 programs that 8B's qkv has of 64 weight rows each are worth timing: they won at 32.
@@ -165,6 +171,38 @@ def wide_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Cho
                 chosen = Wide(block_m, block_o, block_k, split, stages, warps, prefetch)
                 found += [chosen, dataclasses.replace(chosen, late=True)]
     return found
+
+
+def coded_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Kernels for weights that are codes, in the order to try."""
+    return four_bit_candidates(shape, traits) if shape.four_bits else fp8_candidates(shape, traits)
+
+
+def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
+    """Kernels for four-bit weights, in the order to try: warps that share K for few rows, tiles of a whole program for
+    more, and decoded weights where they are read for so many rows that decoding takes little of the time.
+    """
+    rows, found = shape.rows, list[FourBits]()
+    if rows <= _MOST_FOUR_BIT_ROWS and shape.dtype in (torch.bfloat16, torch.float16):
+        block_m = max(8, min(128, power_of_two_from(rows)))
+        for block_o, parts, stages in _FOUR_BIT_PARTS if rows <= 32 else ():
+            found.append(FourBits(block_m, block_o, 128, parts, 1, stages, parts, 256))
+        for block_o, split, stages, warps in _FOUR_BIT_TILES:
+            found.append(FourBits(block_m, block_o, 128, 1, split, stages, warps, 256))
+    if shape.format.code == "int4" and shape.block is not None and shape.block[1] == 64:  # sums are scaled, not numbers
+        found = [dataclasses.replace(one, block_k=64) for one in found]
+    fitting = [one for one in found if shape.outputs % one.block_o == 0]
+    if rows > 8:  # on an H200 tiles of 128 rows in programs for nearly all multiprocessors, or more, were the fastest
+        fitting.sort(
+            key=lambda c: (
+                c.parts,
+                -c.block_o,
+                abs(math.log(shape.outputs // c.block_o * c.split / (1.15 * traits.multiprocessors))),
+            )
+        )
+    else:
+        fitting.sort(key=lambda c: (c.parts == 1, _off(shape.outputs // c.block_o * c.split, traits)))
+    return [*dict.fromkeys(fitting), Decoded()]
 
 
 def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:

@@ -34,7 +34,7 @@ from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
 from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.quantised import Activations
-from parallel.layers.weight import Weight, WeightFormat, block_of, fp8, plain
+from parallel.layers.weight import Weight, WeightFormat, format_of, plain
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LinearShape:
     """x [rows, inner] times a weight [outputs, inner].
 
     ``normed``: a residual add and RMSNorm come first. ``gate_up``: SiLU-mul of the two halves of the result follows.
-    ``block``: of FP8 weights, as in WeightFormat; None for weights in ``dtype``.
+    ``stored``: the format of weights that are codes; None for weights in ``dtype``.
     """
 
     rows: int
@@ -58,16 +58,25 @@ class LinearShape:
     dtype: torch.dtype
     normed: bool = False
     gate_up: bool = False
-    block: tuple[int, int] | None = None
+    stored: WeightFormat | None = None
 
     @classmethod
     def of(cls, x_MK: Activations, weight: Weight, *, normed: bool = False, gate_up: bool = False) -> LinearShape:
         sizes = x_MK.shape[0], weight.outputs, weight.inner
-        return cls(*sizes, x_MK.dtype, normed, gate_up, weight.format.block)
+        return cls(*sizes, x_MK.dtype, normed, gate_up, weight.format if weight.format.block else None)
 
     @property
     def format(self) -> WeightFormat:
-        return plain(self.dtype) if self.block is None else fp8(*self.block)
+        return self.stored or plain(self.dtype)
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """As in WeightFormat."""
+        return self.format.block
+
+    @property
+    def four_bits(self) -> bool:
+        return self.format.code is not None
 
     @property
     def bucket(self) -> LinearShape:
@@ -78,7 +87,7 @@ class LinearShape:
     def product(self) -> str:
         """What is multiplied, without the rows."""
         variant = (" normed" if self.normed else "") + (" gate_up" if self.gate_up else "")
-        variant += "" if self.block is None else f" {self.format.name}"
+        variant += "" if self.stored is None else f" {self.stored.name}"
         return f"{plain(self.dtype).name} {self.outputs}x{self.inner}{variant}"
 
     @property
@@ -92,8 +101,8 @@ class LinearShape:
         outputs, inner = map(int, size.split("x"))
         kind = getattr(torch, dtype, None)
         if isinstance(kind, torch.dtype) and rows[1:].isdecimal():
-            block = next((block_of(name) for name in form if name.startswith("fp8_")), None)
-            shape = LinearShape(int(rows[1:]), outputs, inner, kind, "normed" in form, "gate_up" in form, block)
+            stored = next((format_of(name) for name in form if name not in ("normed", "gate_up")), None)
+            shape = LinearShape(int(rows[1:]), outputs, inner, kind, "normed" in form, "gate_up" in form, stored)
             if shape.key == key:
                 return shape
         raise ValueError(f"{key!r} is not the key of a product")
@@ -166,17 +175,31 @@ class Wide:
 
 
 @dataclass(frozen=True, slots=True)
+class FourBits:
+    """models/kernels/matmul/four_bits.py with these block sizes."""
+
+    block_m: int
+    block_o: int
+    block_k: int
+    parts: int
+    split: int
+    stages: int
+    warps: int
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scaled:
     """FP8 weights: torch's scaled product (cuBLASLt) of quantised activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """FP8 weights: decoded into the activations' dtype, then cuBLAS."""
+    """Weights that are codes: decoded into the activations' dtype, then cuBLAS."""
 
 
 _Made = TypeVar("_Made")
-Choice = Blas | CublasLt | Gemv | Skinny | Wide | Scaled | Decoded
+Choice = Blas | CublasLt | Gemv | Skinny | Wide | FourBits | Scaled | Decoded
 _KINDS: dict[str, type[Choice]] = {
     "scaled": Scaled,
     "decoded": Decoded,
@@ -185,6 +208,7 @@ _KINDS: dict[str, type[Choice]] = {
     "gemv": Gemv,
     "skinny": Skinny,
     "wide": Wide,
+    "four_bits": FourBits,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _FIELD_TYPES: dict[type, dict[str, Any]] = {

@@ -1,7 +1,7 @@
-"""FP8 codes in separate launches: activations quantised where no other kernel does it, weights decoded.
+"""Codes in separate launches: activations quantised where no other kernel does it, weights of 8 and 4 bits decoded.
 
-Knows: both launches. Does not know: the arithmetic of quantising (parallel/comm/quantise_triton.py), products, or which
-inputs are quantised.
+Knows: these launches. Does not know: the arithmetic of quantising (parallel/comm/quantise_triton.py), products, or
+which inputs are quantised.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -99,14 +99,65 @@ def _decode_kernel(
     tl.store(out_ptr + at, (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _decode_four_bits_kernel(
+    codes_ptr,  # uint8 [O, K / 2]
+    scale_ptr,  # [O, groups]
+    zero_ptr, factor_ptr, out_ptr,
+    size,  # of codes_ptr
+    K, GROUP, INT4: tl.constexpr,
+    POWERS: tl.constexpr,  # scales are exponents
+    ZEROS: tl.constexpr, FACTORS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    byte = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.int32)
+    code = tl.join(byte & 15, byte >> 4)
+    row, column = at * 2 // K, at * 2 % K
+    group = row * tl.cdiv(K, GROUP) + column // GROUP
+    scale = tl.load(scale_ptr + group, mask=mask, other=0.0)
+    if POWERS:
+        bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)  # 2^-127 has no exponent of its own
+        scale = bits.to(tl.float32, bitcast=True)
+    if INT4:
+        zero = tl.full((BLOCK,), 8, tl.int32)
+        if ZEROS:
+            zero = tl.load(zero_ptr + group, mask=mask, other=0).to(tl.int32)
+        number = (code - zero[:, None]).to(tl.float32)
+    else:  # sign, exponent, fraction
+        exponent, fraction = (code >> 1) & 3, code & 1
+        twice = tl.where(exponent > 0, (2 + fraction) << tl.maximum(exponent - 1, 0), fraction)
+        number = tl.where(code > 7, -twice, twice).to(tl.float32) * 0.5
+    number *= scale.to(tl.float32)[:, None]
+    if FACTORS:
+        number *= tl.load(factor_ptr + row, mask=mask, other=0.0)[:, None]
+    where = 2 * at[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(out_ptr + where, number.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+def _decoded_four_bits(weight: Weight, out_OK: Tensor, pdl: bool) -> Tensor:
+    block, size, form = 2048, weight.data.numel(), weight.format
+    assert form.block is not None
+    _decode_four_bits_kernel[(triton.cdiv(size, block),)](
+        weight.data, weight.scale, *(weight.data if one is None else one for one in (weight.zero, weight.factor)),
+        out_OK, size, weight.inner, form.block[1] or weight.inner, INT4=form.code == "int4",
+        POWERS=form.scale_dtype == torch.uint8, ZEROS=weight.zero is not None, FACTORS=weight.factor is not None,
+        BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    return out_OK
+
+
 def decoded(weight: Weight, dtype: torch.dtype, pdl: bool) -> Tensor:
-    """The numbers [O, K] that a matrix of codes means, in ``dtype``."""
+    """The numbers [O, K] that a matrix of codes means, in ``dtype``; the columns are those of the codes."""
     if weight.scale is None or weight.format.block is None:
         return weight.data
-    if weight.format.code is not None:
-        return weight.plain(dtype)
     rows, columns = weight.format.block
-    out_OK = torch.empty(weight.data.shape, dtype=dtype, device=weight.data.device)
+    out_OK = torch.empty(weight.cells.shape, dtype=dtype, device=weight.data.device)
+    if weight.format.code is not None:
+        return _decoded_four_bits(weight, out_OK, pdl)
     block = 4096
     _decode_kernel[(triton.cdiv(out_OK.numel(), block),)](
         weight.data,

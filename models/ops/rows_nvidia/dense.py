@@ -71,6 +71,8 @@ def _invariant_product(*, gate_up: bool) -> Bind:
             if weight.parts:
                 found = torch.cat([product(x_TN, part) for part in weight.parts], -1)
                 return norm.silu_mul(found, pdl) if gate_up else found
+            if weight.order is not None:  # of the columns of codes
+                x_TN = x_TN.index_select(1, weight.order)
             given = x_TN, codes.decoded(weight, x_TN.dtype, pdl), weight.bias, sums, counters
             return invariant.linear(*given, gate_up=gate_up, shared_bytes=shared_bytes, pdl=pdl)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from models.kernels.experts import grouped, grouped_tma, route, streamed
+from models.kernels.experts import grouped, grouped_tma, route, streamed, streamed_four_bits
 from models.kernels.experts.tiles import LongListTiles, long_list_tiles, without_lists
+from models.kernels.matmul import four_bits
+from models.kernels.matmul.four_bits import EXPERT_COLUMNS
 from models.ops.rows_nvidia.dense import with_pdl
 from models.ops.table import INVARIANT, Key, Row, Run
 from parallel.layers.weight import Weight
@@ -20,7 +23,8 @@ from parallel.layers.weight import Weight
 class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
     whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat). ``biased``: with
-    biases and a clamped activation, which grouped_tma.py does not take. ``four_bits``: which no kernel takes."""
+    biases and a clamped activation, which grouped_tma.py does not take. ``coded``: of both matrices, whether they have
+    four bits; ``unfit``: why no kernel reads these."""
 
     tokens: int
     choices: int
@@ -32,7 +36,8 @@ class ExpertCall(NamedTuple):
     loadable: bool
     blocks: tuple[tuple[int, int] | None, tuple[int, int] | None]
     biased: bool = False
-    four_bits: bool = False
+    coded: tuple[bool, bool] = (False, False)
+    unfit: str | None = None
 
 
 def _call(
@@ -48,23 +53,37 @@ def _call(
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
     loadable = blocks == (None, None) and grouped_tma.supports(gate_up.data, down.data)
-    four_bits = gate_up.format.code is not None or down.format.code is not None
     sizes = down.data.shape[0], down.outputs, gate_up.outputs, down.inner
-    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, gate_up.bias is not None, four_bits)
+    coded = gate_up.format.code is not None, down.format.code is not None
+    unfit = next((why for matrix in (gate_up, down) if (why := _unfit(x_TN, matrix))), None)
+    biased = gate_up.bias is not None
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, biased, coded, unfit)
+
+
+def _unfit(x_TN: Tensor, matrix: Weight) -> str | None:
+    if matrix.format.code is None:
+        return None
+    if x_TN.dtype not in (torch.bfloat16, torch.float16) or matrix.format.ordered:
+        return f"{matrix.format.name} with {x_TN.dtype} activations, or with columns in another order"
+    if not four_bits.fits(matrix.format, matrix.inner, EXPERT_COLUMNS):
+        return f"{matrix.format.name}: its groups are no powers of two from 16 on"
+    return None
 
 
 def _ragged(call: ExpertCall) -> str | None:
     """Tensor cores need multiples of 16."""
-    if call.four_bits:
-        return "four-bit weights"
+    if call.unfit:
+        return call.unfit
     if call.hidden % 16 == 0 and call.inner % 16 == 0:
         return None
     return f"a hidden size of {call.hidden} is no multiple of 16"
 
 
 def _streams(ops: Any, call: ExpertCall) -> str | None:
-    if call.blocks != (None, None) and ops.fp8_activations == "always":
+    if call.coded != (True, True) and call.blocks != (None, None) and ops.fp8_activations == "always":
         return "--fp8-activations always"
+    if call.coded in ((True, False), (False, True)):
+        return "one matrix of four bits"
     if without_lists(call.tokens, call.choices, call.all_experts):
         return _ragged(call)
     return "lists of tokens an expert are worth their making"
@@ -72,6 +91,10 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
 
 def _streamed(ops: Any, call: ExpertCall) -> Run:
     pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
+    if call.coded == (True, True):
+        return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed_four_bits.expert_mlp(
+            x_TN, gate_up, down, weights_TC, local_TC, pdl, limit=limit
+        )
     return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed.expert_mlp(
         x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, limit=limit
     )

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.matmul import codes, gemv, norm, skinny, wide
+from models.kernels.matmul import codes, four_bits, gemv, norm, skinny, wide
 from models.kernels.matmul.candidates import (
     MOST_GEMV_ROWS,
     first_wave,
@@ -32,7 +32,18 @@ from models.kernels.matmul.candidates import (
     skinny_candidates,
     wide_candidates,
 )
-from models.kernels.matmul.choice_table import Blas, Choice, CublasLt, Decoded, Gemv, LinearShape, Scaled, Skinny, Wide
+from models.kernels.matmul.choice_table import (
+    Blas,
+    Choice,
+    CublasLt,
+    Decoded,
+    FourBits,
+    Gemv,
+    LinearShape,
+    Scaled,
+    Skinny,
+    Wide,
+)
 from models.ops.table import Row, Run
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Activations, Quantised, numbers_of
@@ -48,7 +59,7 @@ Product = Callable[..., tuple[Tensor, Tensor]]
 def reads_codes(shape: LinearShape, choice: Choice) -> bool:
     """Whether activations are quantised before ``choice`` multiplies them."""
     narrow = isinstance(choice, (Scaled, Wide)) or (isinstance(choice, Skinny) and choice.narrow)
-    return narrow and shape.block is not None
+    return narrow and shape.stored is not None
 
 
 def product(products: Any, shape: LinearShape, choice: Choice, into: bool = False) -> tuple[Product, bool]:
@@ -57,7 +68,7 @@ def product(products: Any, shape: LinearShape, choice: Choice, into: bool = Fals
     """
     row = ROWS[type(choice)]
     run = row.bind(products, shape, choice)
-    if shape.block is not None and not reads_codes(shape, choice):
+    if shape.stored is not None and not reads_codes(shape, choice):
         run = partial(_of_numbers, run)
     if shape.gate_up and "gate_up" not in row.form:
         run = partial(_then_silu, run, products.pdl)
@@ -87,8 +98,12 @@ def _after_norm(
     return run(codes_MK or hidden_MK, weight, **options)[0], x_MK if residual_MK is None else residual_MK
 
 
-def _of_numbers(run: Product, x_MK: Activations, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return run(numbers_of(x_MK), *rest, **options)
+def _of_numbers(run: Product, x_MK: Activations, weight: Weight, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Of numbers in the order of the weight's columns."""
+    x_MK = numbers_of(x_MK)
+    if weight.order is not None:
+        x_MK = x_MK.index_select(1, weight.order)
+    return run(x_MK, weight, *rest, **options)
 
 
 def _then_silu(
@@ -175,6 +190,11 @@ def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
     return run
 
 
+def _four_bits(products: Any, shape: LinearShape, choice: FourBits) -> Run:
+    kernel: Run = partial(four_bits.four_bits, **_shared(products, shape, choice))
+    return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight, buffers=buffers), x_MK)
+
+
 def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     pdl = products.pdl
 
@@ -184,8 +204,8 @@ def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     return run
 
 
-def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[str, Any]:
-    """What both take: workspaces, the form, the configuration."""
+def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide | FourBits) -> dict[str, Any]:
+    """What all take: workspaces, the form, the configuration."""
     given = dataclasses.asdict(choice)
     for field in ("fold", "narrow"):
         given.pop(field, None)
@@ -196,7 +216,7 @@ def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide) -> dict[st
 def by_library(products: Any, choice: Choice) -> Run:
     """Called with (x, weight, out, which is optional): x W^T without a bias."""
     lt = products._lt
-    if isinstance(choice, (Scaled, Decoded)):
+    if isinstance(choice, (Scaled, Decoded, FourBits)):
         return lambda x_MK, weight, out_MO: out_MO.copy_(products.linear(x_MK, weight))
     if isinstance(choice, CublasLt) and lt is not None:
         return lambda x_MK, weight, out_MO=None: lt.run(x_MK, weight.data, choice.algorithm, out_MO)
@@ -226,8 +246,8 @@ def _numbers(refuses: Run | None = None) -> Run:
     """Of a row for weights in the dtype of activations."""
 
     def refuse(products: Any, shape: LinearShape, choice: Choice, measured: int | None) -> str | None:
-        if shape.block is not None:
-            return "FP8 weights"
+        if shape.stored is not None:
+            return "weights that are codes"
         reason: str | None = None if refuses is None else refuses(products, shape, choice, measured)
         return reason
 
@@ -249,8 +269,8 @@ def _lt_refuses(products: Any, shape: LinearShape, choice: CublasLt, measured: i
 
 
 def _gemv_refuses(products: Any, shape: LinearShape, choice: Gemv, measured: int | None) -> str | None:
-    if shape.rows > MOST_GEMV_ROWS:
-        return f"more than {MOST_GEMV_ROWS} rows"
+    if shape.rows > MOST_GEMV_ROWS or shape.four_bits:
+        return f"more than {MOST_GEMV_ROWS} rows, or four-bit weights"
     if shape.block is None:
         return None
     return _BLOCK if (shape.block[1] or shape.inner) % 8 else _activations_refuse(products, narrow=False)
@@ -264,7 +284,7 @@ def _activations_refuse(products: Any, *, narrow: bool) -> str | None:
 
 def _scaled_refuses(products: Any, shape: LinearShape, choice: Scaled, measured: int | None) -> str | None:
     """cuBLASLt's blocks are of 128; sums are silently wrong where their number is no multiple of 4 (pytorch#166752)."""
-    if shape.block is None or not products.traits.hopper or shape.outputs % 16 or shape.inner % 16:
+    if shape.block is None or shape.four_bits or not products.traits.hopper or shape.outputs % 16 or shape.inner % 16:
         return "no FP8 weights, or not on this GPU"
     whole = shape.inner % 512 == 0 and shape.outputs % 128 == 0 if shape.block == (128, 128) else shape.block == (1, 0)
     if not whole or (shape.block == (1, 0) and shape.dtype != torch.bfloat16):
@@ -273,10 +293,25 @@ def _scaled_refuses(products: Any, shape: LinearShape, choice: Scaled, measured:
 
 
 def _decoded_refuses(products: Any, shape: LinearShape, choice: Decoded, measured: int | None) -> str | None:
-    return "no FP8 weights" if shape.block is None else None
+    return "no weights that are codes" if shape.stored is None else None
+
+
+def _four_bits_refuses(products: Any, shape: LinearShape, choice: FourBits, measured: int | None) -> str | None:
+    if not shape.four_bits or shape.dtype not in (torch.bfloat16, torch.float16):
+        return "no four-bit weights, or activations of 32 bits"
+    if shape.outputs % choice.block_o or not four_bits.fits(shape.format, shape.inner, choice.block_k):
+        return _BLOCK
+    floats = four_bits.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.split)
+    tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
+    if floats > products._partial.numel() or (choice.split > 1 and tiles > skinny.COUNTERS):
+        return _WORKSPACE
+    fits = four_bits.shared_bytes(choice.block_m, choice.block_o, choice.block_k * choice.parts, choice.stages)
+    return None if fits <= products.traits.shared_bytes else "too little shared memory"
 
 
 def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:
+    if shape.four_bits:
+        return "four-bit weights"
     floats = skinny.workspace_floats(shape.rows, shape.outputs, choice.block_m, choice.block_o, choice.split)
     tiles = shape.outputs // choice.block_o * -(-shape.rows // choice.block_m)
     if floats > products._partial.numel() or (choice.split > 1 and tiles > skinny.COUNTERS):
@@ -295,8 +330,8 @@ def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured:
 
 
 def _wide_refuses(products: Any, shape: LinearShape, choice: Wide, measured: int | None) -> str | None:
-    if not products.pdl or shape.rows > choice.block_m:
-        return f"more than {choice.block_m} rows, or a GPU without TMA"
+    if not products.pdl or shape.rows > choice.block_m or shape.four_bits:
+        return f"more than {choice.block_m} rows, four-bit weights, or a GPU without TMA"
     if shape.block is not None:
         columns = shape.block[1] or shape.inner
         if columns % choice.block_k or not _whole_groups(shape):
@@ -337,6 +372,7 @@ ROWS: dict[type, Row] = {
     Skinny: _ours(Skinny, _skinny, skinny_candidates, _skinny_refuses, "normed", "gate_up", "pushes"),
     Gemv: _ours(Gemv, _gemv, gemv_candidates, _gemv_refuses, "normed", "gate_up", "pushes"),
     Wide: _ours(Wide, _wide, wide_candidates, _wide_refuses, "gate_up"),
+    FourBits: Row("product", _four_bits, frozenset(("gate_up", "pushes")), _four_bits_refuses, config=FourBits),
     Scaled: Row("product", _scaled, refuses=_scaled_refuses, config=Scaled),
     Decoded: Row("product", _decoded, refuses=_decoded_refuses, config=Decoded),
 }

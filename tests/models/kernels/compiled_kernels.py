@@ -43,7 +43,7 @@ from parallel.comm.ep_exchange_triton import dispatch_rows
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
-from parallel.layers.weight import Weight, fp8
+from parallel.layers.weight import Weight, WeightFormat, fp8, int4, mxfp4, nvfp4
 from runtime.execute.cache.block_copy_triton import copy_blocks
 from runtime.execute.cache.entry_move_triton import move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
@@ -98,6 +98,7 @@ def dense(driver: CompilingDriver) -> None:
     windows(driver)
     drawn_guesses(driver)
     fp8_products(driver)
+    four_bit_products(driver)
     same_bits(driver, "8b", buckets=(1, 64))
     driver.where = "squared ReLU"
     relu2(torch.empty(32, 3712, dtype=torch.bfloat16, device=META), True)
@@ -254,6 +255,7 @@ def experts(driver: CompilingDriver) -> None:
     Rank(driver, "30b-a3b", tp=2, ep=True, dtype=torch.float32).prefill(300)
     mixtral(driver, 1, 64, 2048)
     without_a_gate(driver)
+    four_bit_experts(driver)
 
 
 def more_experts(driver: CompilingDriver) -> None:
@@ -440,6 +442,46 @@ def fp8_products(driver: CompilingDriver) -> None:
         into = Quantised.empty(32, 4096, group, x.dtype, META)
         kernels.sigmoid_mul(x, x, into=into)
         kernels.silu_mul(torch.cat((x, x), 1), into=into)
+
+
+FOUR_BITS = (int4(128, torch.bfloat16), int4(32, torch.float16, zeros=True), mxfp4(), nvfp4())
+
+
+def four_bit_weight(form: WeightFormat, *sizes: int, bias: bool = False) -> Weight:
+    grid, rows = (*sizes[:-2], *form.grid(*sizes[-2:])), sizes[:-1]
+    return Weight(
+        torch.empty(*rows, sizes[-1] // 2, dtype=torch.uint8, device=META),
+        form,
+        torch.empty(rows, dtype=torch.bfloat16, device=META) if bias else None,
+        torch.empty(grid, dtype=form.scale_dtype, device=META),
+        zero=torch.empty(grid, dtype=torch.uint8, device=META) if form.zeros else None,
+        factor=torch.empty(rows, device=META) if form.factors else None,
+    )
+
+
+def four_bit_products(driver: CompilingDriver) -> None:
+    """The default of a few rows, decoded weights, and the largest tiles."""
+    kernels = nvidia_kernels(META)
+    for form in FOUR_BITS:
+        for rows in (1, 32, 64, 256):
+            driver.where = f"{form.name}, {rows} rows"
+            x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
+            for weight in (four_bit_weight(form, 4096, 4096), four_bit_weight(form, 24576, 4096)):
+                choices = kernels.matmul.candidates(LinearShape.of(x, weight))
+                for choice in (choices[0], choices[-1]):
+                    kernels.matmul.run(x, weight, choice, gate_up=weight.outputs > 4096)
+
+
+def four_bit_experts(driver: CompilingDriver) -> None:
+    """Of gpt-oss: a token, lists of few and of many tokens, with biases."""
+    kernels = nvidia_kernels(META)
+    for form in FOUR_BITS:
+        for tokens in (1, 32, 2048):
+            driver.where = f"experts of {form.name}, {tokens} tokens"
+            x = torch.empty(tokens, 2880, dtype=torch.bfloat16, device=META)
+            chosen = torch.zeros(tokens, 4, dtype=torch.int32, device=META)
+            up, down = (four_bit_weight(form, 32, rows, 2880, bias=True) for rows in (5760, 2880))
+            kernels.expert_mlp(x, up, down, chosen.float(), chosen, all_experts=32, limit=7.0)
 
 
 def all_reduces(driver: CompilingDriver, *sizes: int) -> None:

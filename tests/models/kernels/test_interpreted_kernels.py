@@ -15,6 +15,7 @@ MODULES = (
             "decode",
             "experts",
             "float8",
+            "four_bits",
             "invariant",
             "kernels",
             "kinds",

@@ -146,7 +146,7 @@ def test_what_runs_fp8_serves_matrices_of_every_width(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(product_rows.codes, "quantise", quantise)
     monkeypatch.setattr(torch, "_scaled_mm", lambda x, w, *scales, out_dtype: (x @ w.float()).to(out_dtype))
-    shape = LinearShape(3, 32, 64, torch.bfloat16, block=(1, 0))
+    shape = LinearShape(3, 32, 64, torch.bfloat16, stored=fp8(1, 0))
     run = product_rows.ROWS[Scaled].bind(SimpleNamespace(pdl=False), shape, Scaled())
     for inner in (64, 128):
         weight = Weight(torch.zeros(32, inner, dtype=torch.float8_e4m3fn), fp8(1, 0), None, torch.ones(32, 1))
