@@ -445,6 +445,11 @@ def _check_shared(drafter: ModelConfig, target: ModelConfig, what: str) -> None:
                 f"the {what} has {key!r} {own}, but the target has {its}, and the two share embedding and head; "
                 f"use the {what} made for this target"
             )
+    if target.residual_scale != 1.0:  # whose residual stream is held divided by it
+        raise ValueError(
+            f"the {what} reads embeddings and residual streams, which {target.architecture} scales "
+            f'(\'residual_multiplier\' {target.residual_scale:g}); use "method": "ngram"'
+        )
 
 
 def for_lengths(config: Config, max_length: int) -> Config:

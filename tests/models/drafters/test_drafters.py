@@ -305,6 +305,13 @@ def test_other_spellings_of_a_checkpoint_fill_the_same_drafter(tmp_path: Path, r
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_target_that_scales_its_residual_stream_is_refused_by_name() -> None:
+    granite = replace(config_from_dict(TARGET), residual_scale=0.22)
+    for drafter in (DFlashConfig.from_dict(dflash_config()), MTPConfig.from_dict(mtp_config())):
+        with pytest.raises(ValueError, match=r"'residual_multiplier' 0\.22\); use \"method\": \"ngram\""):
+            drafter.check_target(granite)
+
+
 def test_a_checkpoint_of_other_sizes_is_refused_by_name(tmp_path: Path) -> None:
     config = dflash_config()
     tensors = dflash_tensors(config)
