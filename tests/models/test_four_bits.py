@@ -5,12 +5,15 @@ The oracle is tests/models/quantised4.py: it writes codes by formula, and the pl
 
 from __future__ import annotations
 
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from models.checkpoint import WeightsError
@@ -25,6 +28,7 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from parallel.layers.weight import Weight, mxfp4
 from runtime.model_checks import FP8_CAPABILITY
+from tests.models.parity_worker import run_models
 from tests.models.quantised import schemes as fp8_schemes
 from tests.models.quantised4 import Scheme, gpt_oss_experts, ordered, quantise, schemes
 from tests.models.test_fp8 import CASES as FP8_CASES
@@ -32,6 +36,7 @@ from tests.models.test_fp8 import KEPT, answers, change, ignored, load, weights
 from tests.models.test_fp8 import MODELS as FP8_MODELS
 from tests.models.tiny_checkpoint import TINY, RankOf, full_tensors, write
 from tests.plant import reference_kernels
+from tests.runtime.engine.tensor_ranks import Meeting, MetCollectives
 
 DENSE_SIZES = {
     "hidden_size": 64,
@@ -207,6 +212,33 @@ def test_edges_that_would_cut_groups_finer_than_16_lie_on_multiples_of_it(size: 
 def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: Path) -> None:
     coded, plain = write_both(tmp_path, MODELS[model], None if model == "gpt-oss" else schemes()["awq"])
     assert answers(coded, "auto") == answers(coded, "auto", depth=0) == answers(plain, "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name"), [("qwen3", "int4-zeros"), ("qwen3-moe", "nvfp4-modelopt"), ("gpt-oss", None)]
+)
+def test_ranks_choose_the_tokens_of_the_numbers_that_codes_mean(model: str, name: str | None, tmp_path: Path) -> None:
+    """One rank, two and four: on four, shards of 40 and of 24 features begin at multiples of 16."""
+    write_both(tmp_path, MODELS[model], schemes()[name] if name else None)
+    prompts = [[(7 * row + place) % 48 for place in range(3 + row)] for row in range(16)]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    run_models(tmp_path, SingleRank(), 1)
+    for size in (2, 4):
+        meeting = Meeting(size)
+        with ThreadPoolExecutor(size) as pool:
+            ranks = [pool.submit(run_models, tmp_path, MetCollectives(meeting, rank), 1) for rank in range(size)]
+            for rank in ranks:
+                rank.result()
+    expected = load_file(tmp_path / "plain.tp.1.safetensors")
+    found = sorted(tmp_path.glob("coded.*.safetensors"))
+    assert len(found) == 3
+    for file in found:
+        for label, result in load_file(file).items():
+            if label.endswith("tokens"):
+                assert torch.equal(result, expected[label]), (file.name, label)
+            if label.endswith("logits"):
+                torch.testing.assert_close(result, expected[label], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
