@@ -37,25 +37,29 @@ class TokenPlaces:
 
     def push(self, token_id: int) -> int:
         """The offset of the next token. Parts of a character have the character's."""
-        tokenizer, begin = self.tokenizer, self.at
+        tokenizer = self.tokenizer
         if tokenizer is None:
-            return begin
+            return self.at
+        begin = self.at + len(self._run.decode("utf-8", "ignore"))
         self._first = not self._begun
         name = tokenizer.silent_ids.get(token_id)
         if name is not None and self._source.startswith(name, begin):
-            self.at += len(name)
+            self.at = begin + len(name)
+            self._run.clear()
             return begin
         _, own = self.shown(token_id)
         self._begun = self._begun or bool(tokenizer.own_bytes(token_id))
         if token_id in tokenizer.byte_ids:
-            begin += len(self._run.decode("utf-8", "ignore"))
             self._run += own
+        if token_id in tokenizer.byte_ids or not own:
             return begin
-        if own and self._run:
+        if self._run:
             whole = self._run.decode("utf-8", "ignore")
             self.at += len(whole) if whole.encode() == self._run else len(self._run)
             self._run.clear()
             begin = self.at
+        if own[:1] == b" " and self._source and not self._source.startswith(" ", self.at):
+            own = own[1:]  # SentencePiece's own, behind a special token
         fresh, text = self._decode(own), own.decode("utf-8", "replace")
         self.at += len(fresh)
         return self.at - len(text) if fresh.endswith(text) else begin

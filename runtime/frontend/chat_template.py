@@ -142,13 +142,15 @@ class _Program:
         return "", False
 
     def _probed(self, role: str, special_tokens: Mapping[str, str]) -> bool:
-        """Whether content of ``role`` is in the prompt only where it is parts."""
+        """Whether content of ``role`` is in the prompt only where it is parts, and not as the object that holds it: that
+        is a template that takes a piece of a text, such as ``content[:9]``."""
         for as_parts in (False, True):
             probe = {"role": role, "content": _in_form(_PROBE, as_parts)}
             with suppress(Exception):  # this form, or this role, is refused
                 messages = self._around(probe, special_tokens) if role != "user" else [probe]
                 values = {"tools": self._tools, "documents": None, "add_generation_prompt": True, **special_tokens}
-                if _PROBE in self.template.render(messages=messages, **values):
+                text = self.template.render(messages=messages, **values)
+                if _PROBE in text and not any(written in text for written in _WRITTEN_PARTS):
                     return as_parts
         return False
 
@@ -177,6 +179,9 @@ def _in_form(content: str | list[dict[str, str]], as_parts: bool) -> Any:
     if as_parts:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+_WRITTEN_PARTS: Final = tuple(write(part) for part in _in_form(_PROBE, True) for write in (str, json.dumps))
 
 
 def _with_calls(message: Message, as_text: bool) -> Message:

@@ -94,6 +94,8 @@ class TokenizerFiles:
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_TokenizerJson)
             ids = {token["content"]: int(at) for at, token in self._by_id()}
+            if "added_tokens_decoder" not in self._config:
+                ids = {content: int(at) for content, at in self._object("added_tokens.json").items()}
         except (AttributeError, OSError, TypeError, ValueError, KeyError):  # reported where texts are needed
             return ()
         vocab = file.model.vocab

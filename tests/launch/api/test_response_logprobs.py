@@ -67,6 +67,16 @@ def test_a_character_of_two_tokens() -> None:
     assert [entry["bytes"] for entry in chat[0]["top_logprobs"]] == [[0xE4], [97]]
 
 
+def test_a_special_token_stands_behind_the_characters_of_bytes_before_it() -> None:
+    """In an answer, where it has no text, and in an echoed prompt, where its name is text."""
+    tokenizer = small_tokenizers.sentencepiece()
+    text = "世世</s>a b"
+    ids = tokenizer.encode(text, add_special_tokens=False)[1:]
+    answer, echo = TokenPlaces(tokenizer, [1]), TokenPlaces(tokenizer, source=text)
+    assert [answer.push(token) for token in ids[:8]] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [echo.push(token) for token in ids] == [0, 0, 0, 1, 1, 1, 2, 6, 7, 8], "no space that was not sent"
+
+
 def test_without_a_tokenizer_tokens_are_shown_by_number() -> None:
     entry = TokenLogprob(7, -1.0, 1, ((8, -2.0),))
     row = of_completion([(7, entry)], TokenPlaces(None), {"tokens": ["x"], "token_logprobs": [None],

@@ -158,6 +158,14 @@ def test_a_template_that_reads_both_forms_gets_texts() -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == "sa"
 
 
+@pytest.mark.parametrize("piece", ["[:4]", "[0] | upper", "[:1] | tojson", ".split('l')[-1]", " | replace(' ', '_')"])
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
+def test_a_template_that_takes_a_piece_of_a_text_gets_texts(piece: str, role: str) -> None:
+    expected = {"[:4]": "hell", "[0] | upper": "H", "[:1] | tojson": '"h"', ".split('l')[-1]": "o"}.get(piece, "hello")
+    for content in ("hello", [{"type": "text", "text": "hello"}]):
+        assert ChatTemplate(each("{{ m.content" + piece + " }}")).render([{"role": role, "content": content}]) == expected
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

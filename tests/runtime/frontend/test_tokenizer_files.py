@@ -75,6 +75,8 @@ def test_no_end_token_beyond_the_vocabulary_or_without_files(tmp_path: Path) -> 
     files = TokenizerFiles(folder(tmp_path, {"eos_token": "<a>", "added_tokens_decoder": by_id}))
     assert files.end_token_ids(SIZE) == ()
     assert files.end_token_ids(SIZE + 1) == (SIZE,)
+    older = TokenizerFiles(folder(tmp_path, {"eos_token": "<b>"}, added_tokens={"<a>": SIZE, "<b>": SIZE + 1}))
+    assert older.end_token_ids(SIZE + 2) == (SIZE + 1,)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": [["<x>", 0.0], ["<a>", -1.5]]}}')
     assert files.end_token_ids(SIZE) == (1,)
 
