@@ -83,6 +83,7 @@ def _both(name: str) -> tuple[str, str]:
 
 class NemotronH(Decoder):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
+        kv_heads=8,
         reads=f"{EXPERT_KEYS} {BLOCK_KEYS}",
         neutral=BLOCK_NEUTRAL,
         usual=usual_block_keys,

@@ -30,9 +30,9 @@ def _below_language_model(name: str) -> str:
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
-    return usual_delta_keys(
-        text_part(config) if architecture_of(config).endswith("ForConditionalGeneration") else config
-    )
+    name = architecture_of(config)
+    text = text_part(config) if name.endswith("ForConditionalGeneration") else config
+    return {"num_key_value_heads": 2 if "Moe" in name else 4, **usual_delta_keys(text)}
 
 
 def _experts(config: Mapping[str, Any]) -> RoutedExperts | None:

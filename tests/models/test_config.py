@@ -629,6 +629,30 @@ def test_configs_that_transformers_writes_for_each_family_open() -> None:
         assert read.architecture == f"{name}ForCausalLM"
 
 
+ABSENT = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "sliding_window", "layer_types",
+          "attention_bias", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "hidden_act",
+          "partial_rotary_factor", "query_pre_attn_scalar", "first_k_dense_replace", "mlp_only_layers")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_absent_keys_mean_what_transformers_takes_them_for() -> None:
+    """Of each family, one key at a time: those that transformers gives a default, and no size that must be there."""
+    import transformers
+
+    for name in (
+        *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "NemotronH"),
+        *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss", "GptOss", "Gemma3Text"),
+    ):
+        kind = getattr(transformers, f"{name}Config")
+        of_head = {"head_dim": 128} if name == "Glm4Moe" else {}  # whose default head rotates an odd number of dims
+        sizes = {"hidden_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 1000}
+        given = {**kind(**sizes, **of_head).to_dict(), "architectures": [f"{name.removesuffix('Text')}ForCausalLM"]}
+        for key in given.keys() & set(ABSENT) - of_head.keys():
+            without = {other: value for other, value in given.items() if other != key}
+            whole = {**kind(**without).to_dict(), "architectures": given["architectures"]}
+            assert config_from_dict(without) == config_from_dict(whole), (name, key)
+
+
 def test_configs_in_the_tree_open() -> None:
     for path in [*Path("models/shapes").glob("*/config.json"), Path("models/demo/config.json")]:
         config_from_folder(path.parent)

@@ -163,7 +163,9 @@ def test_a_template_that_reads_both_forms_gets_texts() -> None:
 def test_a_template_that_takes_a_piece_of_a_text_gets_texts(piece: str, role: str) -> None:
     expected = {"[:4]": "hell", "[0] | upper": "H", "[:1] | tojson": '"h"', ".split('l')[-1]": "o"}.get(piece, "hello")
     for content in ("hello", [{"type": "text", "text": "hello"}]):
-        assert ChatTemplate(each("{{ m.content" + piece + " }}")).render([{"role": role, "content": content}]) == expected
+        assert (
+            ChatTemplate(each("{{ m.content" + piece + " }}")).render([{"role": role, "content": content}]) == expected
+        )
 
 
 @pytest.mark.parametrize(
