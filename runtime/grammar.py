@@ -75,10 +75,17 @@ def library() -> Any:
 
 class Grammars:
     """Compiles grammars over one tokenizer. ``tokenizer_json`` returns the text of its tokenizer.json, None if there is
-    none; it is called once, when the first grammar comes. ``vocab_size``: of the model. Safe in any thread."""
+    none; it is called once, when the first grammar comes. ``vocab_size``: of the model. ``keeps``: for matchers; front
+    ends only check, and drop the up to 90 MB of each. Safe in any thread."""
 
-    def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str | None],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        keeps: bool = True,
+    ) -> None:
+        self.vocab_size, self.eos_token_ids, self._keeps = vocab_size, tuple(eos_token_ids), keeps
         self.counters = GrammarCounters()
         self._tokenizer_json = tokenizer_json
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
@@ -134,7 +141,7 @@ class Grammars:
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             why = matcher.get_error().split("\n")[0] or "no text is allowed"
             raise GrammarError(" ".join(why.split()))
-        return matcher
+        return matcher if self._keeps else None
 
     def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
         """For a request that has generated ``answer``. Waits until its grammar is compiled."""

@@ -175,10 +175,15 @@ def form_of(body: SamplingFields) -> str:
     return next(older, "").removeprefix("guided_")
 
 
+def field_of_grammar(body: object) -> str:
+    """That asks for the answer's grammar."""
+    return next((name for name in FORMS if getattr(body, name, None)), "tools")
+
+
 def as_sent(error: RequestError, body: object) -> RequestError:
     """The same of the field that the client sent: a chat's max_tokens has two names, a grammar several."""
     if error.field == "grammar":
-        sent = next((name for name in FORMS if getattr(body, name, None)), FORMS[-1])
+        sent = field_of_grammar(body)
         return RequestError(f"{sent}: {error}", sent)
     if error.field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return RequestError(str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens")

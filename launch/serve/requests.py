@@ -3,11 +3,12 @@
 Knows: defaults, prompts, chat templates, what a client may name the model. Does not know: HTTP, how answers are
 written down (chunks.py), the engine.
 
-Everything here may be called in a worker thread: a long prompt takes long to tokenise.
+A long prompt takes long to tokenise: what makes a request may be called in a worker thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from launch.api.body_rules import (
     Prompt,
     as_sent,
     chat_logprobs,
+    field_of_grammar,
     form_of,
     grammar_of,
     plain_messages,
@@ -43,12 +45,12 @@ from runtime.frontend.serve_messages import Ready
 from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import (
     RequestError,
-    checked_grammar,
     checked_priority,
     checked_prompt,
     checked_sampling,
     stop_ids_of,
 )
+from runtime.grammar import GrammarError
 from runtime.schedule.request import SamplingParams
 
 MOST_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
@@ -81,6 +83,7 @@ class Asked:
     tools: Tools | None = None  # that may be called
     token_ids: bool = False
     form: str = ""  # kind of a constrained answer, as /metrics has it
+    grammar_field: str = ""  # that asks for the answers' grammar
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
     reasoning: bool = True  # is shown
     begun: bool = False  # the prompt ends with the beginning of the reasoning
@@ -106,6 +109,16 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._grammars = grammars_of(tokenizer, ready.vocab_size, ready.eos_token_ids)
         self._chat = chat
+        self._grammars.warm()  # which may take a second, during which nothing else runs in this process
+
+    async def compiled(self, asked: Asked) -> None:
+        """Waits for the grammar of its answers, which may take as long. Raises ApiError for one that cannot be used."""
+        if not (grammar := asked.sampling.grammar):
+            return
+        try:  # shielded: other requests may wait for the same one
+            await asyncio.shield(asyncio.wrap_future(self._grammars.begin(grammar)))
+        except GrammarError as error:
+            raise bad_request(f"{asked.grammar_field}: {error}", asked.grammar_field) from None
 
     def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError."""
@@ -276,7 +289,6 @@ class RequestBuilder:
                 said = replace(said, bad_words_token_ids=bad_words_token_ids(body.bad_words, self._tokenizer))
             said = replace(said, grammar=self._grammar(body, prompts[0].text or ""))
             sampling = checked_sampling(said, self._ready.vocab_size)
-            checked_grammar(sampling, self._grammars)
             stops = stop_ids_of(sampling, self._ready.eos_token_ids)
             priority = checked_priority(body.priority or 0)
             if given is not None:
@@ -313,6 +325,7 @@ class RequestBuilder:
             scored,
             token_ids=bool(body.return_token_ids),
             form=(form_of(body) or "tools") if sampling.grammar else "",
+            grammar_field=field_of_grammar(body),
         )
 
     def _grammar(self, body: Body, prompt: str) -> str:

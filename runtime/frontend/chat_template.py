@@ -142,8 +142,8 @@ class _Program:
         return "", False
 
     def _probed(self, role: str, special_tokens: Mapping[str, str]) -> bool:
-        """Whether content of ``role`` is in the prompt only where it is parts. Parts that are written out as objects come
-        of a template that takes a piece of a text, such as ``content[:9]``."""
+        """Whether content of ``role`` is in the prompt only where it is parts. Where parts are written out as objects,
+        the template takes a piece of a text, such as ``content[:9]``."""
         for as_parts in (False, True):
             probe = {"role": role, "content": _in_form(_PROBE, as_parts)}
             with suppress(Exception):  # this form, or this role, is refused

@@ -203,8 +203,8 @@ def added_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
 
 
 def grammars_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """Grammars over a tokenizer, for a model's ids."""
-    return Grammars(lambda: None if tokenizer is None else tokenizer.to_json(), vocab_size, eos_token_ids)
+    """Grammars over a tokenizer, for a model's ids: to check them."""
+    return Grammars(lambda: None if tokenizer is None else tokenizer.to_json(), vocab_size, eos_token_ids, keeps=False)
 
 
 class ByteDetokenizer:

@@ -1,4 +1,4 @@
-"""Without llguidance: what a client and a rank are told."""
+"""What is kept of a grammar; without llguidance, what a client and a rank are told."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from runtime.frontend.structured import structured
+from runtime.frontend.tokenizer import grammars_of
 from runtime.frontend.validation import RequestError, checked_grammar
-from runtime.grammar import Grammars
+from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import SamplingParams
+from tests.runtime.frontend import small_tokenizers
 
 
 @pytest.fixture
@@ -47,3 +49,15 @@ def test_a_rank_without_the_package_allows_nothing() -> None:
     grammars.matcher(SamplingParams(grammar='start: "a"'), (0,), (5, 6)).allow(allowed_W)
     assert not allowed_W.any()
     grammars.close()
+
+
+def test_a_front_end_keeps_the_verdict_and_no_matcher() -> None:
+    """One may have 90 MB, and 64 are kept."""
+    pytest.importorskip("llguidance")
+    tokenizer = small_tokenizers.byte_level()
+    checks, rank = grammars_of(tokenizer, 360, (0,)), Grammars(tokenizer.to_json, 360, (0,))
+    for grammars, kept in ((checks, False), (rank, True)):
+        assert (grammars.begin(structured(regex="(a{1000}){9}")).result() is not None) == kept
+        with pytest.raises(GrammarError, match="nowhere"):
+            grammars.check('start: "a" nowhere')
+        grammars.close()
