@@ -29,6 +29,7 @@ from launch.api.response import read_back
 from launch.generate.input_file import FinishedRows
 
 _SHOWN = 20  # ids of missing rows
+_TAIL = 256  # bytes: the last ones that were written tell whether the file still has them
 _WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
 
 _BEGINNING = b'{"id":'
@@ -63,6 +64,7 @@ class ResultsFile:
             else:
                 self._take_up(retry_errors)
             self._size = os.fstat(self._fd).st_size
+            self._tail = os.pread(self._fd, _TAIL, max(0, self._size - _TAIL))
         except BaseException:
             os.close(self._fd)
             raise
@@ -118,6 +120,8 @@ class ResultsFile:
                 what = "is another file now"
             elif found.st_size < self._size:
                 what = f"was cut short, to {found.st_size} of {self._size} bytes"
+            elif os.pread(self._fd, len(self._tail), self._size - len(self._tail)) != self._tail:
+                what = "was overwritten"
             else:
                 return None
         kept = _names_in(self.path)
@@ -243,6 +247,7 @@ class ResultsFile:
             os.ftruncate(self._fd, self._size + whole)
             raise
         self._size += len(data)
+        self._tail = (self._tail + data)[-_TAIL:]
 
 
 def name_of(line_id: LineId | None, line: int) -> LineId:

@@ -25,6 +25,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from runtime.frontend.tokenizer_files import SPECIAL_TOKENS, TokenizerError, TokenizerFiles, read_text
 
 _RESERVED: Final = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
+_MOST_ROLES: Final = 16  # of one request; for each that is new the template is rendered twice
+_MOST_KNOWN_ROLES: Final = 256
+_LONGEST_ROLE: Final = 64  # characters
 _PROBE: Final = "some words of a message"
 _PROBE_FUNCTION: Final = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
 _PROBE_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "probe", "arguments": {"a": _PROBE}}}
@@ -87,6 +90,12 @@ class ChatTemplate:
         program = (self._programs.get("tool_use") if values["tools"] else None) or self._programs.get("default")
         if program is None:
             raise ChatTemplateError(f"the model has chat templates named {sorted(self._programs)}, but no default one")
+        roles = {message["role"] for message in messages}
+        if len(roles) > _MOST_ROLES or any(len(role) > _LONGEST_ROLE for role in roles):
+            raise ChatTemplateError(
+                f"messages have {len(roles)} roles, the longest of {max(map(len, roles))} characters, but may have "
+                f"{_MOST_ROLES} of up to {_LONGEST_ROLE}: send those that the chat template knows"
+            )
         fitted = [program.fitted(message, self._special_tokens) for message in messages]
         try:
             text = program.template.render(messages=fitted, add_generation_prompt=add_generation_prompt, **values)
@@ -119,9 +128,13 @@ class _Program:
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             role = "system"
-        if role not in self._reads_parts:
-            self._reads_parts[role] = self._probed(role, special_tokens)
-        fitted = {**message, "role": role, "content": _in_form(message["content"], self._reads_parts[role])}
+        reads_parts = self._reads_parts.get(role)
+        if reads_parts is None:
+            reads_parts = self._probed(role, special_tokens)
+            if len(self._reads_parts) >= _MOST_KNOWN_ROLES:
+                self._reads_parts.clear()
+            self._reads_parts[role] = reads_parts
+        fitted = {**message, "role": role, "content": _in_form(message["content"], reads_parts)}
         if not message.get("tool_calls"):
             return fitted
         if self._of_calls is None:

@@ -198,6 +198,16 @@ def test_no_prompt_goes_without_the_developer_s_message(source: str, words: str)
         ChatTemplate(source).render([*HELLO, {"role": "developer", "content": "be brief"}])
 
 
+def test_roles_of_clients_cost_bounded_work_and_memory() -> None:
+    template = ChatTemplate(CHATML)
+    for roles in ([f"role {at}" for at in range(17)], ["x" * 65]):
+        with pytest.raises(ChatTemplateError, match=r"but may have 16 of up to 64: send those"):
+            template.render([{"role": role, "content": "hello"} for role in roles])
+    for at in range(600):
+        assert f"role {at}\nhello" in template.render([{"role": f"role {at}", "content": "hello"}])
+    assert len(template._programs["default"]._reads_parts) <= 256
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -27,7 +27,7 @@ from runtime.frontend.structured import (
     of_structured_outputs,
     structured,
 )
-from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
 from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import SamplingParams
@@ -333,7 +333,7 @@ def test_marks_that_are_added_tokens_are_those_tokens() -> None:
     backend.add_tokens([AddedToken("</think>", special=False), AddedToken("<f=", special=False)])
     backend.add_special_tokens([AddedToken("<think>", special=True)])
     tokenizer = Tokenizer(backend)
-    grammars, added = grammars_of(tokenizer, 368, (EOS,)), added_tokens(tokenizer)
+    grammars, added = Grammars(tokenizer.to_json, 368, (EOS,)), added_tokens(tokenizer)
     letters = [token for letter in "</think>" for token in tokenizer.encode(letter)]
     begun = after_reasoning(structured(json_object=True), MARKS, "<think>", added)
     assert is_text(begun, [*tokenizer.encode("so"), *letters, *tokenizer.encode('</think>{"a": 1}')], grammars)

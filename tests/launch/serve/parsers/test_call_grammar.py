@@ -16,7 +16,7 @@ from launch.serve.parsers.deltas import merged
 from launch.serve.parsers.reasoning_grammar import with_reasoning
 from launch.serve.parsers.table import CALLS, HARMONY
 from runtime.frontend.structured import structured
-from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
 from runtime.grammar import Grammars
 from runtime.schedule.request import SamplingParams
@@ -52,7 +52,7 @@ def with_tokens(*names: str) -> Tokenizer:
 
 
 BYTES = small_tokenizers.byte_level()
-GRAMMARS = grammars_of(BYTES, VOCABULARY, (EOS,))
+GRAMMARS = Grammars(BYTES.to_json, VOCABULARY, (EOS,))
 
 
 def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -> list[str]:
@@ -159,7 +159,7 @@ TOKENS = (
 def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple[str, ...]) -> None:
     """From the mark on a call must follow; whether marks are tokens or not."""
     tokenizer = with_tokens(*marks)
-    grammars = grammars_of(tokenizer, VOCABULARY, (EOS,))
+    grammars = Grammars(tokenizer.to_json, VOCABULARY, (EOS,))
     grammar = grammar_of_calls(parser, TOOLS, added_tokens(tokenizer), choice=None, one=False)
     for text in ("no call, but < and <tool", f"so:\n{call}", f"{call}\n{call} done"):
         assert is_text(grammar, text, tokenizer, grammars), text
@@ -178,7 +178,7 @@ SAID = "<|channel|>final<|message|>"
 def test_harmony_thinks_first_and_then_calls_or_answers() -> None:
     tokenizer = with_tokens(*CHANNELS)  # the tokenizer has <|end|>, which ends no answer here
     added = added_tokens(tokenizer)
-    grammars = grammars_of(tokenizer, VOCABULARY, (added["<|return|>"],))
+    grammars = Grammars(tokenizer.to_json, VOCABULARY, (added["<|return|>"],))
 
     def allows(grammar: str, text: str, *, calls: bool = True) -> bool:
         return is_text(with_reasoning(grammar, HARMONY, "", added, calls=calls), text, tokenizer, grammars)
