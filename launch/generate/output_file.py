@@ -29,7 +29,7 @@ from launch.api.response import read_back
 from launch.generate.input_file import FinishedRows
 
 _SHOWN = 20  # ids of missing rows
-_TAIL = 256  # bytes: the last ones that were written tell whether the file still has them
+_TAIL = 256  # bytes at the end of what was written, which the file must still have
 _WAITING_ROWS = 65_536  # more than this waiting for the disk, and write() blocks
 
 _BEGINNING = b'{"id":'
