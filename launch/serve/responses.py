@@ -25,6 +25,7 @@ from runtime.frontend.remote_engine import ClientGone
 from runtime.schedule.request import SamplingParams
 
 _TEXTS: Final = ("input_text", "output_text", "text")
+_THOUGHTS: Final = ("reasoning_text", "summary_text", "text")
 _REFUSED: Final[Neutral] = {
     "previous_response_id": (),
     "conversation": (),
@@ -123,8 +124,8 @@ def _messages(given: str | list[Row]) -> list[Row]:
             else:
                 found.append({"role": role, "content": content})
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or ()
-            said = "".join(part.get("text") or "" for part in parts if isinstance(part, dict))
+            name = "content" if item.get("content") else "summary"
+            said = _text(f"{where}.{name}", item.get(name) or "", _THOUGHTS)
             _of_assistant(found, "reasoning", "content", "tool_calls")["reasoning"] = said
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -146,17 +147,17 @@ def _of_assistant(found: list[Row], *lacking: str) -> Row:
     return found[-1]
 
 
-def _text(where: str, content: object) -> str:
+def _text(where: str, content: object, kinds: Sequence[str] = _TEXTS) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where} must be a text or a list of text parts", "input")
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if not isinstance(part, dict) or kind not in _TEXTS or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or kind not in kinds or not isinstance(part.get("text"), str):
             raise bad_request(
                 f"{where}[{at}] is a part of type {str(kind)[:80]!r}, but only text is understood: "
-                'send {"type": "input_text", "text": ...}',
+                f'send {{"type": "{kinds[0]}", "text": ...}}',
                 "input",
             )
     return "".join(part["text"] for part in content)
