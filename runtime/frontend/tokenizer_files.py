@@ -57,7 +57,7 @@ class TokenizerFiles:
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise TokenizerError(f"{self._folder} names added tokens that cannot be used: {error!r}") from error
         bos, eos = self._config.get("add_bos_token"), self._config.get("add_eos_token")
-        if self._config.get("tokenizer_class") in _WITH_BOS_FLAGS and (bos is not None or eos is not None):
+        if str(self._config.get("tokenizer_class")) in _WITH_BOS_FLAGS and (bos is not None or eos is not None):
             wanted = {"bos_token": bos is not False, "eos_token": bool(eos)}
             texts = [text for name, text in self.special_tokens.items() if wanted.get(name)]
             ids = {text: at for text in texts if (at := backend.token_to_id(text)) is not None}
@@ -148,9 +148,9 @@ def _templates(entry: object) -> dict[str, str]:
     if isinstance(entry, str):
         return {"default": entry}
     if isinstance(entry, list):
-        entry = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
+        entry = {str(item.get("name")): item.get("template") for item in entry if isinstance(item, dict)}
     named = entry if isinstance(entry, dict) else {}
-    return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
 def _token_text(entry: object) -> str | None:

@@ -3,12 +3,16 @@ work as in the Llama classes of transformers 4."""
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.tokenizer_files import TokenizerError, TokenizerFiles
 from tests.runtime.frontend import small_tokenizers
@@ -117,6 +121,46 @@ def test_bos_and_eos_flags_of_llama_s_classes(
 def test_added_tokens_that_cannot_be_used_are_named(tmp_path: Path, entry: Any) -> None:
     with pytest.raises(TokenizerError, match="names added tokens that cannot be used"):
         Tokenizer.from_folder(folder(tmp_path, {"added_tokens_decoder": entry}))
+
+
+WHOLE: dict[str, Any] = {
+    "config": {
+        "added_tokens_decoder": {str(SIZE): {"content": "<a>", **FLAGS, "special": True}},
+        "additional_special_tokens": ["<b>"],
+        "extra_special_tokens": {"image": "<b>"},
+        "chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "t"}],
+        "bos_token": {"content": START, **FLAGS},
+        "eos_token": END,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "tokenizer_class": "LlamaTokenizerFast",
+    },
+    "added_tokens": {"<b>": SIZE + 1, "<a>": SIZE},
+    "special_tokens_map": {"eos_token": END, "additional_special_tokens": ["<b>"]},
+}
+
+
+def variants(value: Any, odd: Any) -> Iterator[Any]:
+    """With ``odd`` in each place in turn."""
+    for step in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for part in (odd, *variants(value[step], odd)):
+            changed = copy.copy(value)
+            changed[step] = part
+            yield changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [True, 5, "x", [], [1], {}, {"a": 1}, {"content": 5}], ids=str)
+def test_whatever_a_file_holds_it_is_used_or_refused_by_name(tmp_path: Path, odd: Any) -> None:
+    for files in variants(WHOLE, odd):
+        folder(tmp_path, **files)
+        for read in (Tokenizer.from_folder, ChatTemplate.from_folder, _end_tokens):
+            with suppress(TokenizerError):
+                read(tmp_path)
+
+
+def _end_tokens(place: Path) -> tuple[int, ...]:
+    return TokenizerFiles(place).end_token_ids(SIZE)
 
 
 def test_chat_templates_by_name_and_file(tmp_path: Path) -> None:
