@@ -65,6 +65,8 @@ def _sizes_of_full_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         own = {} if config.get("attention_k_eq_v") else {"num_global_key_value_heads": None}
         return {"global_head_dim": config.get("global_head_dim", 512), **own}
     numbers = [str(n) for n, kind in enumerate(config["layer_types"]) if kind == _FULL]
+    if isinstance(said, dict):  # "05" of thirty layers
+        said = {str(int(n)) if n.isdecimal() else n: sizes for n, sizes in said.items()}
     if not isinstance(said, dict) or sorted(said) != sorted(numbers) or any(said[n] != said[numbers[0]] for n in said):
         raise ValueError(f"'per_layer_config' must say the same of all full layers {numbers}, and no others: {said!r}")
     sizes = said[numbers[0]]

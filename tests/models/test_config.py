@@ -642,9 +642,11 @@ def test_absent_keys_mean_what_transformers_takes_them_for() -> None:
     for name in (
         *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "NemotronH"),
         *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss", "GptOss", "Gemma3Text"),
+        *("Gemma4Text", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoe", "GraniteMoeHybrid"),
     ):
         kind = getattr(transformers, f"{name}Config")
         of_head = {"head_dim": 128} if name == "Glm4Moe" else {}  # whose default head rotates an odd number of dims
+        of_head |= {"hidden_size_per_layer_input": 0} if name == "Gemma4Text" else {}  # 30 layers, numbered 00 to 29
         sizes = {"hidden_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 1000}
         given = {**kind(**sizes, **of_head).to_dict(), "architectures": [f"{name.removesuffix('Text')}ForCausalLM"]}
         for key in given.keys() & set(ABSENT) - of_head.keys():

@@ -148,6 +148,11 @@ bodies(
     "31 MiB of allowed_token_ids", "/v1/completions", filled(b'{"prompt":"a","allowed_token_ids":[', b"123,", b"1]}")
 )
 bodies("31 MiB of JSON in a tool call's arguments", "/v1/chat/completions", filled(CALL, b"[],", b']"}}]}]}'))
+bodies(
+    "a grammar of as much work as is possible",
+    "/v1/completions",
+    lambda: json.dumps({"prompt": "a", "structured_outputs": {"regex": "(a{1000}){1000}"}}).encode(),
+)
 bodies("as many token ids as are possible", "/v1/completions", filled(b'{"prompt":[', b"12345,", b"1]}", 6 * MIB - 600))
 bodies("as many lists as are possible", "/v1/completions", filled(b'{"prompt":[', b"[],", b"[]]}", 3 * 61_000))
 
