@@ -28,7 +28,7 @@ from runtime.schedule.request import SamplingParams
 MOST_COMPILED: Final = 64  # grammars that are kept, the latest ones
 WORD_BITS: Final = 32
 _LIMITS: Final = {
-    "initial_lexer_fuel": 500_000,  # to compile one: 10 ms
+    "initial_lexer_fuel": 200_000,  # to compile one: 10 ms; where its text is forced, 0.1 s and 35 MB
     "step_lexer_fuel": 50_000,  # to find what may come next: 4 ms
     "step_max_items": 20_000,  # 1 ms
     "max_lexer_states": 25_000,  # 50 MB
@@ -76,7 +76,7 @@ def library() -> Any:
 class Grammars:
     """Compiles grammars over one tokenizer. ``tokenizer_json`` returns the text of its tokenizer.json, None if there is
     none; it is called once, when the first grammar comes. ``vocab_size``: of the model. ``keeps``: for matchers; front
-    ends only check, and drop the up to 90 MB of each. Safe in any thread."""
+    ends only check, and drop up to 35 MB of each. Safe in any thread."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def test_a_rank_without_the_package_allows_nothing() -> None:
 
 
 def test_a_front_end_keeps_the_verdict_and_no_matcher() -> None:
-    """One may have 90 MB, and 64 are kept."""
+    """One may have 35 MB, and 64 are kept."""
     pytest.importorskip("llguidance")
     tokenizer = small_tokenizers.byte_level()
     checks, rank = grammars_of(tokenizer, 360, (0,)), Grammars(tokenizer.to_json, 360, (0,))
