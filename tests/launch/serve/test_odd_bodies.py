@@ -12,7 +12,7 @@ import pytest
 from tests.launch.generate.fake_engine import FakeModel
 from tests.launch.serve.rig import ServedFake, served
 
-ODD = (True, -1, 2**63, 1.5, "\0", [], [None], [[1]], {}, {"a": 1})
+ODD: tuple[Any, ...] = (True, -1, 2**63, 1.5, "\0", [], [None], [[1]], {}, {"a": 1})
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "required": ["a"]}, "strict": False}
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
