@@ -235,7 +235,7 @@ def test_partial_rotation() -> None:
         ({"architectures": None}, "'architectures' must name one architecture"),
         ({"architectures": ["A", "B"]}, "'architectures' must name one architecture"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'quant_method' 'gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'quant_method' 'hqq' is not supported"),
         ({"layer_types": ["full_attention"]}, "'layer_types' has 1 entries"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'layer_types' has 'linear_attention'"),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 63}, "'sliding_window' is 63"),

@@ -140,7 +140,6 @@ def test_both_families_are_read() -> None:
         (QWEN, {"num_experts": None}, ["'num_experts' is missing"]),
         (QWEN, {"moe_intermediate_size": None}, ["'moe_intermediate_size' is missing"]),
         (QWEN, {"mlp_only_layers": [3]}, ["'mlp_only_layers'", "0 to 2", "[3]"]),
-        (MIXTRAL, {"sliding_window": 8}, ["'sliding_window' is 8"]),
         (MIXTRAL, {"num_local_experts": 1}, ["'num_experts_per_tok' is 2", "only 1 experts"]),
     ],
 )
