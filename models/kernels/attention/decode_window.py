@@ -79,7 +79,7 @@ def _attend_window_kernel(
         whole = tl.maximum(tl.minimum(end, tl.maximum(length - QUERY_LEN, 0) // BLOCK_N), begin)
         held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
         q = query(
-            q_ptr, keys_ptr, values_ptr, 0, 0.0, token, QUERY_LEN, head, rows, False, K, GROUP, D, D, D, False, False
+            q_ptr, keys_ptr, values_ptr, 0, 0.0, token, QUERY_LEN, head, rows, False, 0, K, GROUP, D, D, D, False, False
         )
         peak = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
