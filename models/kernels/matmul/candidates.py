@@ -72,7 +72,8 @@ def quick_candidates(shape: LinearShape, lt: Iterable[Choice], traits: DeviceTra
     """
     default = default_choice(shape, traits)
     if shape.four_bits:
-        return four_bit_candidates(shape, traits)[:_QUICK_FP8]
+        *tiles, decoded = four_bit_candidates(shape, traits)
+        return [*tiles[:_QUICK_FP8], decoded]
     if shape.stored is not None:
         return [*itertools.islice(fp8_candidates(shape, traits), _QUICK_FP8), Scaled(), Decoded()]
     return [*([] if isinstance(default, Blas) else [default]), Blas(), *itertools.islice(lt, _QUICK_ALGORITHMS)]
