@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from launch.serve.chunks import ChunkWriter, finish_reason, usage_of, whole
-from launch.serve.errors import ApiError, engine_failed, refused_by_engine, unavailable
+from launch.serve.errors import ApiError, bad_request, engine_failed, refused_by_engine, unavailable
 from launch.serve.metrics import Metrics
 from launch.serve.parsers.answer_parser import AnswerParser
 from launch.serve.parsers.deltas import Delta, first_calls
@@ -139,7 +139,10 @@ class Generation:
 
     def _raise_failure(self, answer: Answer) -> None:
         if answer.reason is FinishReason.ERROR:
-            raise engine_failed((answer.end and answer.end.detail) or "the model's logits were not finite")
+            detail = (answer.end and answer.end.detail) or "the model's logits were not finite"
+            if self._asked.sampling.grammar:  # that it leaves no token, or takes too much work, is the client's fault
+                raise bad_request(f"{self._asked.grammar_field}: {detail}", self._asked.grammar_field)
+            raise engine_failed(detail)
         if answer.reason is FinishReason.CANCELLED:
             raise unavailable("the server is shutting down", "shutting_down", self._settings.retry_after)
         if answer.reason is FinishReason.REJECTED:

@@ -308,9 +308,10 @@ class Scheduler:
         session, detail = sequence.session, ""
         if reason is FinishReason.ERROR:
             known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
-            detail = f"the logits after {known} tokens ({prompt} of them prompt) are not finite: no token can be drawn"
+            after = f"after {known} tokens ({prompt} of them prompt)"
+            detail = f"the logits {after} are not finite: no token can be drawn"
             if sequence.constrained:
-                detail += "; or its grammar and its other limits together leave no token, or took too much work"
+                detail = f"{after} its grammar and its other limits leave no token, or took too much work; or {detail}"
         elif session is not None:
             complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length
             if session.keep or not complete:

@@ -1562,6 +1562,23 @@ def test_a_call_that_must_come_and_a_strict_tool_have_a_grammar() -> None:
     run(body, ServedFake(model=FakeModel(vocab_size=400, max_model_len=400)), tool_call_parser="hermes")
 
 
+def test_an_answer_without_a_next_token_is_the_fault_of_its_grammar_or_of_the_engine() -> None:
+    """A grammar that takes too much work behind its first tokens is a 400, as one that is refused before them."""
+    pytest.importorskip("llguidance")
+
+    async def body(client: Client) -> None:
+        asked = {"prompt": "x", "max_tokens": 9, "seed": 1}
+        reply = await client.post("/v1/completions", asked)
+        assert (reply.status, reply.error["code"]) == (500, "engine_error"), reply.body
+        reply = await client.post("/v1/completions", {**asked, "structured_outputs": {"regex": "a+"}})
+        assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
+        chat = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 9, "seed": 1}
+        reply = await client.post("/v1/chat/completions", {**chat, "response_format": {"type": "json_object"}})
+        assert (reply.status, reply.error["param"]) == (400, "response_format")
+
+    run(body, ServedFake(model=FakeModel(vocab_size=400, max_model_len=400), fail=lambda request: True))
+
+
 def test_a_grammar_is_compiled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may take a second; and for several that ask for the same one once, also where one of them has left."""
     begun, go_on, compiled = threading.Event(), threading.Event(), list[str]()

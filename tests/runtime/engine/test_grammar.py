@@ -228,7 +228,7 @@ def test_rules_of_stop_ids_and_other_limits() -> None:
         assert text_of(ended) == "2"
         ended = ended_with(engine, grammar=fixed, allowed_token_ids=(one,))
         assert ended.reason is FinishReason.ERROR
-        assert "its grammar and its other limits together leave no token" in ended.detail
+        assert "its grammar and its other limits leave no token" in ended.detail
         ended = ended_with(engine, grammar=structured(regex="[12]{6}"), bad_words_token_ids=((one,),), temperature=2.0)
         assert text_of(ended) == "222222"
 
