@@ -26,6 +26,7 @@ from models.weights_header import quoted
 from parallel.layers.shard import ScatteredShard, Shard
 from parallel.layers.weight import INT4_ZERO, PlannedWeight, Weight, WeightFormat, int4, mxfp4, nvfp4
 
+MOST_EXPONENT = 136  # of an MXFP4 scale 2^(s - 127): 2^9 times what codes are lifted by is bfloat16's largest power
 _CHANNEL_GROUP = 128  # columns of a group where a whole row has one scale: it is repeated
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _NAMES = {"codes": "codes", "scale": "scales", "zero": "zeros", "factor": "second scale", "order": "group indices"}
@@ -282,6 +283,8 @@ def _check_scales(scales: Tensor) -> None:
     if scales.dtype == torch.uint8:
         if bool((scales == 255).any()):
             raise ValueError("a scale is 255, which stands for no number")
+        if bool((scales > MOST_EXPONENT).any()):
+            raise ValueError(f"a scale is {int(scales.max())}; supported: up to {MOST_EXPONENT}")
     elif not bool(torch.isfinite(scales.float()).all()):
         raise ValueError("a scale is not finite")
 

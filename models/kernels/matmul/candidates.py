@@ -25,7 +25,7 @@ _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
-_MOST_FOUR_BIT_ROWS = 256
+_MOST_FOUR_BIT_ROWS = 64  # tiles of 128 rows spill; decoding costs about what they lose
 # Of four-bit weights: (block_o, parts, stages) and (block_o, split, stages, warps).
 _FOUR_BIT_PARTS = ((16, 4, 4), (32, 4, 4), (16, 8, 3), (32, 8, 3), (32, 2, 5))
 _FOUR_BIT_TILES = ((64, 1, 4, 4), (64, 2, 4, 4), (64, 4, 4, 4), (128, 1, 4, 8), (128, 2, 4, 8), (128, 4, 4, 8))
@@ -185,7 +185,7 @@ def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list
     """
     rows, found = shape.rows, list[FourBits]()
     if rows <= _MOST_FOUR_BIT_ROWS and shape.dtype in (torch.bfloat16, torch.float16):
-        block_m = max(8, min(128, power_of_two_from(rows)))
+        block_m = max(8, power_of_two_from(rows))
         for block_o, parts, stages in _FOUR_BIT_PARTS if rows <= 32 else ():
             found.append(FourBits(block_m, block_o, 128, parts, 1, stages, parts, 256))
         for block_o, split, stages, warps in _FOUR_BIT_TILES:
@@ -193,7 +193,7 @@ def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list
     if shape.format.code == "int4" and shape.block is not None and shape.block[1] == 64:  # sums are scaled, not numbers
         found = [dataclasses.replace(one, block_k=64) for one in found]
     fitting = [one for one in found if shape.outputs % one.block_o == 0]
-    if rows > 8:  # on an H200 tiles of 128 rows in programs for nearly all multiprocessors, or more, were the fastest
+    if rows > 8:  # on an H200 tiles of 128 outputs, in programs for about all multiprocessors, were the fastest
         fitting.sort(
             key=lambda c: (
                 c.parts,
