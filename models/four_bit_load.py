@@ -26,7 +26,7 @@ from models.weights_header import quoted
 from parallel.layers.shard import ScatteredShard, Shard
 from parallel.layers.weight import INT4_ZERO, PlannedWeight, Weight, WeightFormat, int4, mxfp4, nvfp4
 
-MOST_EXPONENT = 136  # of an MXFP4 scale 2^(s - 127): 2^9 times what codes are lifted by is bfloat16's largest power
+MOST_EXPONENT = 130  # of an MXFP4 scale 2^(s - 127): kernels would cut larger ones in float16 (factors_of)
 _CHANNEL_GROUP = 128  # columns of a group where a whole row has one scale: it is repeated
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _NAMES = {"codes": "codes", "scale": "scales", "zero": "zeros", "factor": "second scale", "order": "group indices"}

@@ -25,7 +25,7 @@ _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
-_MOST_FOUR_BIT_ROWS = 64  # tiles of 128 rows spill; decoding costs about what they lose
+_MOST_FOUR_BIT_ROWS = 64  # tiles of 128 rows spill registers
 # Of four-bit weights: (block_o, parts, stages) and (block_o, split, stages, warps).
 _FOUR_BIT_PARTS = ((16, 4, 4), (32, 4, 4), (16, 8, 3), (32, 8, 3), (32, 2, 5))
 _FOUR_BIT_TILES = ((64, 1, 4, 4), (64, 2, 4, 4), (64, 4, 4, 4), (128, 1, 4, 8), (128, 2, 4, 8), (128, 4, 4, 8))

@@ -1,4 +1,4 @@
-"""x @ W^T with four-bit weights and 16-bit activations, on tensor cores, for one row to a few hundred.
+"""x @ W^T with four-bit weights and 16-bit activations, on tensor cores, for few rows.
 
 Knows: how codes become 16-bit numbers in registers, and the product W [O, K] times x^T [K, M] of these. Does not know:
 how numbers were quantised (parallel/layers/weight.py), or when it is the best choice (choice_table.py).
