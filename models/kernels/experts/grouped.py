@@ -77,34 +77,23 @@ def _grouped_kernel(
     bias_ptr,  # [G, rows of the weight], with BIAS
     limit,  # with CLAMPED
     share_ptr,  # [T * C] float32, without GATE_UP
-    order_ptr,
-    counts_ptr,
+    order_ptr, counts_ptr,
     out_ptr,  # [T * C, O]
-    G,
-    capacity,
+    G, capacity,
     outputs,  # O
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATED
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K, or all columns
     CODES: tl.constexpr,  # of four-bit weights (matmul/four_bits.py), else 0
-    ZEROS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    LIFT: tl.constexpr,
+    ZEROS: tl.constexpr, FACTORS: tl.constexpr, LIFT: tl.constexpr,
     NARROW: tl.constexpr,  # inputs are codes, too
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
     CLAMPED: tl.constexpr,  # with GATED: clamped_swiglu
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tiles = outputs // width
     if PDL:
@@ -168,14 +157,9 @@ def _grouped_kernel(
 @triton.jit
 def _combine_kernel(
     pairs_ptr,  # [SPLIT, T * C, N], written where chosen
-    chosen_ptr,
-    out_ptr,
-    N,
-    CHOICES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    chosen_ptr, out_ptr, N,
+    CHOICES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -258,17 +242,9 @@ def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
     out_TN = terms_SPN.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        terms_SPN,
-        local_TC,
-        out_TN,
-        hidden,
-        CHOICES=choices,
-        SPLIT=split,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, block // 256),
-        launch_pdl=pdl,
-    )
+        terms_SPN, local_TC, out_TN, hidden,
+        CHOICES=choices, SPLIT=split, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl,
+    )  # fmt: skip
     return out_TN
 
 
@@ -297,37 +273,15 @@ def _grouped(
         stages = 4
     capacity, outputs = order_GT.shape[1], out_PO.shape[1]
     _grouped_kernel[(most_programs(capacity, choices, experts, weight_rows, tiles),)](
-        *memory_of(x),
-        *stored,
-        order_GT if weight.bias is None else weight.bias,
-        limit or 0.0,
-        order_GT if share_TC is None else share_TC,
-        order_GT,
-        counts_G,
-        out_PO,
-        experts,
-        capacity,
-        outputs,
-        K=inner,
-        CHOICES=choices,
-        BLOCK_G=triton.next_power_of_2(experts),
-        BLOCK_M=tiles.block_m,
-        BLOCK_O=tiles.block_o,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        GROUP=tiles.group,
-        SCALE_ROWS=scale_rows,
+        *memory_of(x), *stored, order_GT if weight.bias is None else weight.bias, limit or 0.0,
+        order_GT if share_TC is None else share_TC, order_GT, counts_G, out_PO, experts, capacity, outputs,
+        K=inner, CHOICES=choices, BLOCK_G=triton.next_power_of_2(experts), BLOCK_M=tiles.block_m, BLOCK_O=tiles.block_o,
+        BLOCK_K=block_k, STAGES=stages, GROUP=tiles.group, SCALE_ROWS=scale_rows,
         **codes,
-        NARROW=narrow,
-        GATE_UP=share_TC is None,
-        GATED=weight_rows > outputs,
-        CLAMPED=limit is not None,
-        BIAS=weight.bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=tiles.warps,
-        launch_pdl=pdl,
-    )
+        NARROW=narrow, GATE_UP=share_TC is None, GATED=weight_rows > outputs, CLAMPED=limit is not None,
+        BIAS=weight.bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        num_warps=tiles.warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def most_programs(tokens: int, choices: int, experts: int, weight_rows: int, tiles: Tiles) -> int:

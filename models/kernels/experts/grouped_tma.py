@@ -33,18 +33,11 @@ _COPIED = 4  # tokens that a copying program has
 @triton.jit(do_not_specialize_on_alignment=["capacity"])  # steps of any number of tokens run the same code
 def _in_order_kernel(
     x_ptr,  # [T, N]
-    order_ptr,
-    counts_ptr,
+    order_ptr, counts_ptr,
     out_ptr,  # [T * C, N]
-    G,
-    capacity,
-    N,
-    CHOICES: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    G, capacity, N,
+    CHOICES: tl.constexpr, BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ids = tl.arange(0, BLOCK_G)
     if PDL:
@@ -68,24 +61,16 @@ def _grouped_tma_kernel(
     in_desc,  # boxes of [BLOCK_M, BLOCK_K] of [T * C, K], in the order of the lists
     weight_desc,  # boxes of [BLOCK_O, BLOCK_K] of [G * O, K], or of [2, BLOCK_O / 2, BLOCK_K] of [2 * G, O, K]
     scale_ptr,  # [T * C] float32, without GATE_UP
-    order_ptr,
-    counts_ptr,
+    order_ptr, counts_ptr,
     out_ptr,  # [T * C, O] in the order of the lists with GATE_UP, otherwise [SPLIT, T * C, O] in that of pairs
-    G,
-    capacity,
+    G, capacity,
     pairs,  # T * C
     outputs,  # O
-    K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATED
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, GATE_UP: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tiles = outputs // width
     inner: tl.constexpr = K // SPLIT
@@ -153,21 +138,10 @@ def expert_mlp(
     order_GT, counts_G = pairs_by_expert(local_TC, experts, pdl)
     ordered_PN = x_TN.new_empty(tokens * choices, hidden)
     _in_order_kernel[(triton.cdiv(tokens * choices, _COPIED),)](
-        x_TN,
-        order_GT,
-        counts_G,
-        ordered_PN,
-        experts,
-        tokens,
-        hidden,
-        CHOICES=choices,
-        BLOCK_G=triton.next_power_of_2(experts),
-        ROWS=_COPIED,
-        BLOCK=min(2048, triton.next_power_of_2(hidden)),
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        x_TN, order_GT, counts_G, ordered_PN, experts, tokens, hidden,
+        CHOICES=choices, BLOCK_G=triton.next_power_of_2(experts), ROWS=_COPIED,
+        BLOCK=min(2048, triton.next_power_of_2(hidden)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     lists = (order_GT, counts_G, choices, pdl)
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     if gate_up_G2IN.shape[1] > inner:
@@ -204,27 +178,8 @@ def _grouped(
     rows = TensorDescriptor(in_PK, list(in_PK.shape), [inner, 1], [tiles.block_m, tiles.block_k])
     programs = split * most_programs(capacity, choices, experts, weight_rows, tiles)
     _grouped_tma_kernel[(min(most, programs),)](
-        rows,
-        weight,
-        order_GT if scale is None else scale,
-        order_GT,
-        counts_G,
-        out,
-        experts,
-        capacity,
-        pairs,
-        outputs,
-        K=inner,
-        BLOCK_G=triton.next_power_of_2(experts),
-        BLOCK_M=tiles.block_m,
-        BLOCK_O=tiles.block_o,
-        BLOCK_K=tiles.block_k,
-        GROUP=tiles.group,
-        SPLIT=split,
-        GATE_UP=scale is None,
-        GATED=gated,
-        PDL=pdl,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        launch_pdl=pdl,
-    )
+        rows, weight, order_GT if scale is None else scale, order_GT, counts_G, out, experts, capacity, pairs, outputs,
+        K=inner, BLOCK_G=triton.next_power_of_2(experts), BLOCK_M=tiles.block_m, BLOCK_O=tiles.block_o,
+        BLOCK_K=tiles.block_k, GROUP=tiles.group, SPLIT=split, GATE_UP=scale is None, GATED=gated, PDL=pdl,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=pdl,
+    )  # fmt: skip

@@ -66,22 +66,11 @@ def _best_of(left, ids, choices, CHOICES: tl.constexpr, BLOCK_C: tl.constexpr, B
 
 @triton.jit
 def _route_kernel(
-    logits_ptr,
-    local_ptr,
-    real_ptr,
-    weights_ptr,
-    chosen_ptr,
-    load_ptr,
-    E,
+    logits_ptr, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, E,
     pitch,  # columns of the logits
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    CHOICES: tl.constexpr, SHARED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
+    RENORMALISE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     ids = tl.arange(0, BLOCK_E)
     choices = tl.arange(0, BLOCK_C)
@@ -113,25 +102,10 @@ def _route_kernel(
 @triton.jit
 def _route_sigmoid_kernel(
     logits_ptr,  # float32
-    bias_ptr,
-    local_ptr,
-    real_ptr,
-    weights_ptr,
-    chosen_ptr,
-    load_ptr,
-    scale,
-    E,
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    bias_ptr, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, scale, E,
+    CHOICES: tl.constexpr, SHARED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     ids, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     none = float("-inf")
@@ -171,14 +145,9 @@ def _route_sigmoid_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])  # steps of any number of tokens run the same code
 def _order_kernel(
-    chosen_ptr,
-    order_ptr,
-    counts_ptr,
-    tokens,
-    CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    chosen_ptr, order_ptr, counts_ptr, tokens,
+    CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     expert, chunk = tl.program_id(0), tl.program_id(1)
     pairs = tokens * CHOICES
     ids = tl.arange(0, BLOCK)
@@ -215,24 +184,11 @@ def route_top_k(
         return weights_TC, local_TC
     block = triton.next_power_of_2(experts)
     _route_kernel[(tokens,)](
-        logits_TE,
-        local_E,
-        real_T.view(torch.uint8),
-        weights_TC,
-        local_TC,
-        local_E if load_E is None else load_E,
-        experts,
-        pitch,
-        CHOICES=choices,
-        SHARED=shared,
-        BLOCK_C=triton.next_power_of_2(columns),
-        BLOCK_E=block,
-        RENORMALISE=renormalise,
-        COUNT=load_E is not None,
-        PDL=pdl,
-        num_warps=max(1, min(4, block // 512)),
-        launch_pdl=pdl,
-    )
+        logits_TE, local_E, real_T.view(torch.uint8), weights_TC, local_TC, local_E if load_E is None else load_E,
+        experts, pitch,
+        CHOICES=choices, SHARED=shared, BLOCK_C=triton.next_power_of_2(columns), BLOCK_E=block, RENORMALISE=renormalise,
+        COUNT=load_E is not None, PDL=pdl, num_warps=max(1, min(4, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
     return weights_TC, local_TC
 
 
@@ -254,28 +210,13 @@ def route_sigmoid(
         return weights_TC, local_TC
     block = triton.next_power_of_2(experts)
     _route_sigmoid_kernel[(tokens,)](
-        logits_TE,
-        bias_E,
-        local_E,
-        real_T.view(torch.uint8),
-        weights_TC,
-        local_TC,
-        local_E if load_E is None else load_E,
-        routing.scale,
-        experts,
-        CHOICES=routing.choices,
-        SHARED=routing.shared,
-        BLOCK_C=triton.next_power_of_2(columns),
-        BLOCK_E=block,
-        GROUPS=routing.groups,
-        BLOCK_G=triton.next_power_of_2(routing.groups),
-        TOP_GROUPS=routing.top_groups,
-        RENORMALISE=routing.renormalise,
-        COUNT=load_E is not None,
-        PDL=pdl,
-        num_warps=max(1, min(4, block // 512)),
+        logits_TE, bias_E, local_E, real_T.view(torch.uint8), weights_TC, local_TC,
+        local_E if load_E is None else load_E, routing.scale, experts,
+        CHOICES=routing.choices, SHARED=routing.shared, BLOCK_C=triton.next_power_of_2(columns), BLOCK_E=block,
+        GROUPS=routing.groups, BLOCK_G=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
+        RENORMALISE=routing.renormalise, COUNT=load_E is not None, PDL=pdl, num_warps=max(1, min(4, block // 512)),
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return weights_TC, local_TC
 
 
@@ -290,14 +231,7 @@ def pairs_by_expert(local_TC: Tensor, experts: int, pdl: bool) -> tuple[Tensor, 
     longer = min(_MOST_CHUNK, triton.next_power_of_2(triton.cdiv(pairs, _CHUNKS)))
     block = max(32, min(max(_CHUNK, longer), triton.next_power_of_2(pairs)))
     _order_kernel[(experts, triton.cdiv(pairs, block))](
-        local_TC,
-        order_GT,
-        counts_G,
-        tokens,
-        CHOICES=local_TC.shape[1],
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, min(16, block // 256)),
-        launch_pdl=pdl,
-    )
+        local_TC, order_GT, counts_G, tokens,
+        CHOICES=local_TC.shape[1], BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
+    )  # fmt: skip
     return order_GT, counts_G

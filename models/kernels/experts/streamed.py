@@ -68,17 +68,10 @@ def activated(gate, up, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x,
-    w,
-    rows,
-    scales,
-    chunk: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
+    x, w, rows, scales,
+    chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Of one chunk of K: products of x [1, CHUNK] and the weights w of ``rows``, summed by VECTOR, scaled."""
     found = tl.sum(tl.reshape(x * w.to(tl.float32), (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
     if SCALE_ROWS > 0:
@@ -89,26 +82,19 @@ def _sums(
 
 @triton.jit
 def _streamed_gate_up_kernel(
-    x_ptr,
-    weight_ptr,
+    x_ptr, weight_ptr,
     scales_ptr,  # float32 [G, grid], one a block of SCALE_ROWS x SCALE_COLUMNS weights
     bias_ptr,  # [G, rows of the weight], with BIAS
     limit,  # with CLAMPED
     chosen_ptr,
     hidden_ptr,  # [T * C, I]
     inner,  # I
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    CHUNK: tl.constexpr,
+    K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_I: tl.constexpr, CHUNK: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
-    GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     pair = tl.program_id(1)
     if PDL:
@@ -148,19 +134,10 @@ def _streamed_down_kernel(
     scales_ptr,  # as in _streamed_gate_up_kernel
     bias_ptr,
     routed_share_ptr,  # [T, C], written before the launch right before: shares and chosen experts
-    routed_ptr,
-    out_ptr,
-    N,
-    K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    routed_ptr, out_ptr, N,
+    K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1)
     cols = tl.arange(0, CHUNK)
@@ -243,44 +220,19 @@ def expert_mlp(
     block_i = min(largest_power(inner), 4 if inner // 4 >= full else 2)
     block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= full else 4)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
-        x_TN,
-        gate_up.data,
-        local_TC if gate_up.scale is None else gate_up.scale,
-        local_TC if gate_up.bias is None else gate_up.bias,
-        limit or 0.0,
-        local_TC,
-        hidden_PI,
-        inner,
-        K=hidden,
-        CHOICES=choices,
-        BLOCK_I=block_i,
-        CHUNK=_chunk(gate_up, 1024),
+        x_TN, gate_up.data, local_TC if gate_up.scale is None else gate_up.scale,
+        local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC, hidden_PI, inner,
+        K=hidden, CHOICES=choices, BLOCK_I=block_i, CHUNK=_chunk(gate_up, 1024),
         **scale_sizes(gate_up),
-        GATED=gate_up.outputs > inner,
-        CLAMPED=limit is not None,
-        BIAS=gate_up.bias is not None,
-        PDL=pdl,
-        num_warps=4,
+        GATED=gate_up.outputs > inner, CLAMPED=limit is not None, BIAS=gate_up.bias is not None, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     out_TN = torch.empty_like(x_TN)
     _streamed_down_kernel[(hidden // block_n, tokens)](
-        hidden_PI,
-        down.data,
-        local_TC if down.scale is None else down.scale,
-        local_TC if down.bias is None else down.bias,
-        weights_TC,
-        local_TC,
-        out_TN,
-        hidden,
-        K=inner,
-        CHOICES=choices,
-        BLOCK_N=block_n,
-        CHUNK=_chunk(down, 256),
+        hidden_PI, down.data, local_TC if down.scale is None else down.scale,
+        local_TC if down.bias is None else down.bias, weights_TC, local_TC, out_TN, hidden,
+        K=inner, CHOICES=choices, BLOCK_N=block_n, CHUNK=_chunk(down, 256),
         **scale_sizes(down),
-        BIAS=down.bias is not None,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        BIAS=down.bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return out_TN

@@ -21,17 +21,9 @@ from parallel.layers.weight import Weight
 
 @triton.jit
 def _quantise_kernel(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    pitch,
-    M,
-    N,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, codes_ptr, scale_ptr, pitch, M, N,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     if PDL:
@@ -63,32 +55,17 @@ def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None,
     if tokens:
         SEPARATE.count += 1
         _quantise_kernel[tokens, triton.cdiv(inner, block)](
-            x_MK,
-            *made.memory,
-            tokens,
-            inner,
-            GROUP=group,
-            BLOCK=block,
-            CAP=cap or 0.0,
-            PDL=pdl,
-            num_warps=max(4, min(16, block // 512)),
-            launch_pdl=pdl,
-        )
+            x_MK, *made.memory, tokens, inner,
+            GROUP=group, BLOCK=block, CAP=cap or 0.0, PDL=pdl, num_warps=max(4, min(16, block // 512)), launch_pdl=pdl,
+        )  # fmt: skip
     return made
 
 
 @triton.jit
 def _decode_kernel(
-    codes_ptr,
-    scale_ptr,
-    out_ptr,
-    size,
-    K,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    codes_ptr, scale_ptr, out_ptr, size, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     if PDL:
@@ -160,16 +137,7 @@ def decoded(weight: Weight, dtype: torch.dtype, pdl: bool) -> Tensor:
         return _decoded_four_bits(weight, out_OK, pdl)
     block = 4096
     _decode_kernel[(triton.cdiv(out_OK.numel(), block),)](
-        weight.data,
-        weight.scale,
-        out_OK,
-        out_OK.numel(),
-        weight.inner,
-        ROWS=rows,
-        COLUMNS=columns or weight.inner,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=8,
-        launch_pdl=pdl,
-    )
+        weight.data, weight.scale, out_OK, out_OK.numel(), weight.inner,
+        ROWS=rows, COLUMNS=columns or weight.inner, BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
     return out_OK

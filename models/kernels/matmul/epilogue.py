@@ -18,20 +18,14 @@ def store_rows(
     result,  # float32 [R, O]; [R, 2 * O] with GATE_UP: gate and up of each output in turn
     rows,  # int32 [R], of which those below M exist
     outs,  # int32 [O]
-    out_ptr,
-    bias_ptr,
-    M,
+    out_ptr, bias_ptr, M,
     outputs,  # rows of the output have so many elements
     use_counts,  # int32 [R], where PUSH (parallel/comm/peer_buffers.py)
     memory,
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
+    GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PUSH: tl.constexpr,  # also push the result into the peers' buffers
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Applies SiLU-mul and bias to a tile of sums, and stores it, to the peers' buffers too where PUSH."""
     if GATE_UP:
         gate, up = tl.split(tl.reshape(result, (rows.shape[0], outs.shape[0], 2)))

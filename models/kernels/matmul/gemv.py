@@ -26,39 +26,24 @@ from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr,
-    residual_ptr,
-    norm_ptr,
-    weight_ptr,
+    x_ptr, residual_ptr, norm_ptr, weight_ptr,
     scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
-    bias_ptr,
-    out_ptr,
-    residual_out_ptr,
-    eps,
-    M,
+    bias_ptr, out_ptr, residual_out_ptr, eps, M,
     outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
     memory,  # addresses of all ranks' peer buffers, where PUSH
     use_counts_ptr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two; the last chunk of K may be shorter
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
-    NORM: tl.constexpr,
-    ADD: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
     PREFETCH_PROGRAMS: tl.constexpr,  # later programs start after the predecessor has ended
     PUSH: tl.constexpr,  # also push the result into the peers' buffers
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     chunks: tl.constexpr = (K + CHUNK - 1) // CHUNK
     pid = tl.program_id(0)
     outs = pid * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -167,33 +152,14 @@ def gemv(
     out_MO = torch.empty(rows, out_width, dtype=torch.float32 if wide else x_MK.dtype, device=x_MK.device)
     residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
     _gemv_kernel[(out_width // block_o,)](
-        x_MK,
-        x_MK if residual_MK is None else residual_MK,
-        x_MK if norm_K is None else norm_K,
-        weight_OK,
-        weight_OK if scale is None else scale,
-        weight_OK if bias_O is None else bias_O,
-        out_MO,
-        residual_out_MK,
-        eps,
-        rows,
-        out_width,
-        K=inner,
-        CHUNK=chunk,
-        BLOCK_M=triton.next_power_of_2(rows),
-        BLOCK_O=block_o,
-        SCALE_ROWS=block[0],
-        SCALE_COLUMNS=block[1] or inner,
-        VECTOR=16 if scale is not None and (block[1] or inner) % 16 == 0 else 8,
-        NORM=norm_K is not None,
-        ADD=residual_MK is not None,
-        GATE_UP=gate_up,
-        BIAS=bias_O is not None,
-        PREFETCH=prefetch,
-        PREFETCH_PROGRAMS=first_wave,
+        x_MK, x_MK if residual_MK is None else residual_MK, x_MK if norm_K is None else norm_K, weight_OK,
+        weight_OK if scale is None else scale, weight_OK if bias_O is None else bias_O, out_MO, residual_out_MK, eps,
+        rows, out_width,
+        K=inner, CHUNK=chunk, BLOCK_M=triton.next_power_of_2(rows), BLOCK_O=block_o, SCALE_ROWS=block[0],
+        SCALE_COLUMNS=block[1] or inner, VECTOR=16 if scale is not None and (block[1] or inner) % 16 == 0 else 8,
+        NORM=norm_K is not None, ADD=residual_MK is not None, GATE_UP=gate_up, BIAS=bias_O is not None,
+        PREFETCH=prefetch, PREFETCH_PROGRAMS=first_wave,
         **push_arguments(buffers),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_MO, residual_out_MK

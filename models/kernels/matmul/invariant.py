@@ -91,16 +91,10 @@ def _fast_tile(tokens: int, segments: int, dtype: torch.dtype) -> Tile:
 def _segment(
     weights,  # [BLOCK_O, BLOCK_K] pointers to the tile's first columns
     inputs,  # [BLOCK_M, BLOCK_K]
-    row_mask,
-    begin,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    row_mask, begin,
+    K: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The sum over columns [begin, begin + LENGTH), [BLOCK_O, BLOCK_M]: one accumulator in ascending order."""
     whole: tl.constexpr = LENGTH % BLOCK_K == 0
     cols = tl.arange(0, BLOCK_K)
@@ -119,28 +113,17 @@ def _segment(
 
 @triton.jit(do_not_specialize=["M"])  # any number of rows runs the code of its tile
 def _invariant_linear_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
     partial_ptr,  # float32 [SEGMENTS, tiles, BLOCK_O, BLOCK_M], where APART
-    counter_ptr,
-    M,
-    outputs,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    counter_ptr, M, outputs,
+    K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
-    BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SEGMENTS: tl.constexpr,
     APART: tl.constexpr,  # each segment is a program
-    TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr, STAGES: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
     length: tl.constexpr = (K + SEGMENTS - 1) // SEGMENTS
     tiles = (outputs + width - 1) // width
@@ -248,28 +231,10 @@ def linear(
     apart = apart and segments > 1 and fits
     prefetch = min(256, inner // segments // 64 * 64) if apart or rows <= 64 else 0
     _invariant_linear_kernel[(tiles, segments if apart else 1)](
-        x_MK,
-        weight_OK,
-        weight_OK if bias_O is None else bias_O,
-        out_MO,
-        partial,
-        counters,
-        rows,
-        outputs,
-        K=inner,
-        BLOCK_M=tile.tokens,
-        BLOCK_O=tile.weights,
-        BLOCK_K=columns,
-        SEGMENTS=segments,
-        APART=apart,
-        TOGETHER=_TOGETHER,
-        STAGES=tile.stages,
-        GATE_UP=gate_up,
-        BIAS=bias_O is not None,
+        x_MK, weight_OK, weight_OK if bias_O is None else bias_O, out_MO, partial, counters, rows, outputs,
+        K=inner, BLOCK_M=tile.tokens, BLOCK_O=tile.weights, BLOCK_K=columns, SEGMENTS=segments, APART=apart,
+        TOGETHER=_TOGETHER, STAGES=tile.stages, GATE_UP=gate_up, BIAS=bias_O is not None,
         PREFETCH=1 << (prefetch.bit_length() - 1) if prefetch and x_MK.element_size() == 2 else 0,
-        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=tile.warps,
-        launch_pdl=pdl,
-    )
+        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32", PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_MO

@@ -25,21 +25,12 @@ from parallel.comm.quantised import Quantised, memory_of
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    codes_ptr,
-    scale_ptr,
-    pitch,
-    eps,
-    N,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scale_ptr, pitch, eps, N,
+    BLOCK: tl.constexpr, ADD: tl.constexpr,
     NUMBERS: tl.constexpr,  # stores the result
     GROUP: tl.constexpr,  # stores it as codes, a scale for each GROUP of columns; 0: does not
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * N
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -136,21 +127,11 @@ def rms_norm(
     if rows > 0:
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(rows,)](
-            x_TN,
-            x_TN if residual_TN is None else residual_TN,
-            weight_N,
-            out_TN,
-            *((x_TN, x_TN, 0) if into is None else into.memory),
-            eps,
-            width,
-            BLOCK=block,
-            ADD=residual_TN is not None,
-            NUMBERS=into is None or into.numbers is not None,
-            GROUP=0 if into is None else into.group,
-            PDL=pdl,
-            num_warps=max(1, min(16, block // 512)),
-            launch_pdl=pdl,
-        )
+            x_TN, x_TN if residual_TN is None else residual_TN, weight_N, out_TN,
+            *((x_TN, x_TN, 0) if into is None else into.memory), eps, width,
+            BLOCK=block, ADD=residual_TN is not None, NUMBERS=into is None or into.numbers is not None,
+            GROUP=0 if into is None else into.group, PDL=pdl, num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
+        )  # fmt: skip
     return out_TN
 
 
@@ -162,18 +143,9 @@ def joined_norms(x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor,
         return out_TX
     block = triton.next_power_of_2(width)
     _joined_norms_kernel[(rows, 2)](
-        x_TN,
-        x_norm_N,
-        y_TN,
-        y_norm_N,
-        out_TX,
-        eps,
-        width,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, min(16, block // 512)),
-        launch_pdl=pdl,
-    )
+        x_TN, x_norm_N, y_TN, y_norm_N, out_TX, eps, width,
+        BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
     return out_TX
 
 
@@ -185,15 +157,9 @@ def silu_mul(gate_up_T2I: Tensor, pdl: bool, into: Quantised | None = None) -> T
     if rows > 0:
         block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
         _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-            gate_up_T2I,
-            *memory,
-            width,
-            BLOCK=block,
-            GROUP=group,
-            PDL=pdl,
-            num_warps=max(1, min(16, block // 256)),
-            launch_pdl=pdl,
-        )
+            gate_up_T2I, *memory, width,
+            BLOCK=block, GROUP=group, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
+        )  # fmt: skip
     return memory[0]
 
 

@@ -32,44 +32,25 @@ COUNTERS = 8192  # tiles a launch may have when it splits K
 def _skinny_kernel(
     x_ptr,
     x_scale_ptr,  # float32 [K / SCALE_COLUMNS, x_pitch], where NARROW
-    x_pitch,
-    residual_ptr,
-    norm_ptr,
-    weight_ptr,
+    x_pitch, residual_ptr, norm_ptr, weight_ptr,
     scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
-    bias_ptr,
-    out_ptr,
-    residual_out_ptr,
-    partial_ptr,
+    bias_ptr, out_ptr, residual_out_ptr, partial_ptr,
     squares_ptr,  # float32 [SPLIT, tiles, BLOCK_M]
-    counter_ptr,
-    eps,
-    M,
-    outputs,
+    counter_ptr, eps, M, outputs,
     memory,  # addresses of all ranks' peer buffers, where PUSH
     use_counts_ptr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; the output has half as many columns when GATE_UP
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
     NARROW: tl.constexpr,  # activations are codes, too, with a scale for each row and SCALE_COLUMNS
-    NORM: tl.constexpr,
-    ADD: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
     LATE: tl.constexpr,  # the next launch may start behind the last weights, not with the first ones
     PUSH: tl.constexpr,  # also push the result into the peers' buffers
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    RANK: tl.constexpr, WORLD: tl.constexpr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATE_UP else BLOCK_O
     steps: tl.constexpr = K // BLOCK_K // SPLIT
     tile = tl.program_id(0)
@@ -209,39 +190,14 @@ def skinny(
     residual_out_MK = x if residual_MK is None else torch.empty_like(residual_MK)
     grid = (weight_rows // block_o, split, triton.cdiv(rows, block_m))
     _skinny_kernel[grid](
-        x,
-        *x_scale,
-        x if residual_MK is None else residual_MK,
-        x if norm_K is None else norm_K,
-        weight_OK,
-        weight_OK if scale is None else scale,
-        weight_OK if bias_O is None else bias_O,
-        out_MO,
-        residual_out_MK,
-        partial,
-        partial[split * weight_rows * grid[2] * block_m :] if split > 1 else partial,
-        counters,
-        eps,
-        rows,
+        x, *x_scale, x if residual_MK is None else residual_MK, x if norm_K is None else norm_K, weight_OK,
+        weight_OK if scale is None else scale, weight_OK if bias_O is None else bias_O, out_MO, residual_out_MK,
+        partial, partial[split * weight_rows * grid[2] * block_m :] if split > 1 else partial, counters, eps, rows,
         out_width,
-        K=inner,
-        BLOCK_M=block_m,
-        BLOCK_O=block_o,
-        BLOCK_K=block_k,
-        SPLIT=split,
-        STAGES=stages,
-        SCALE_ROWS=block[0],
-        SCALE_COLUMNS=block[1] or inner,
-        NARROW=isinstance(x_MK, Quantised),
-        NORM=norm_K is not None,
-        ADD=residual_MK is not None,
-        GATE_UP=gate_up,
-        BIAS=bias_O is not None,
-        PREFETCH=prefetch,
-        LATE=late,
+        K=inner, BLOCK_M=block_m, BLOCK_O=block_o, BLOCK_K=block_k, SPLIT=split, STAGES=stages, SCALE_ROWS=block[0],
+        SCALE_COLUMNS=block[1] or inner, NARROW=isinstance(x_MK, Quantised), NORM=norm_K is not None,
+        ADD=residual_MK is not None, GATE_UP=gate_up, BIAS=bias_O is not None, PREFETCH=prefetch, LATE=late,
         **push_arguments(buffers),
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_MO, residual_out_MK

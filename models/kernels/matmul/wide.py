@@ -31,15 +31,9 @@ from parallel.comm.quantised import Activations
 
 @triton.jit
 def _prefetch(
-    weight_ptr,
-    first,
-    outputs,
-    start,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    GATE_UP: tl.constexpr,
-):
+    weight_ptr, first, outputs, start,
+    K: tl.constexpr, TILE: tl.constexpr, PREFETCH: tl.constexpr, GATE_UP: tl.constexpr,
+):  # fmt: skip
     """Prefetches PREFETCH columns from ``start`` of the TILE weight rows behind the output columns from ``first``."""
     tile_rows = tl.arange(0, TILE)
     if GATE_UP:
@@ -92,15 +86,9 @@ def _add(acc, x, tile, x_scales, rows, M, scales, SCALED: tl.constexpr, TALL_TOK
 
 @triton.jit
 def _scale_rows(
-    scale_ptr,
-    first,
-    outputs,
-    K: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GATE_UP: tl.constexpr,
-):
+    scale_ptr, first, outputs,
+    K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATE_UP: tl.constexpr,
+):  # fmt: skip
     """Addresses of the first scale of each weight row of a tile, [TILE]."""
     rows = tl.arange(0, TILE)
     if GATE_UP:
@@ -127,17 +115,9 @@ def _total(partial_ptr, here, tiles, TILE: tl.constexpr, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def _finish(
-    acc,
-    out_ptr,
-    bias_ptr,
-    first,
-    M,
-    outputs,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    acc, out_ptr, bias_ptr, first, M, outputs,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """Stores the output columns from ``first``."""
     width: tl.constexpr = TILE // 2 if GATE_UP else TILE
     result = acc
@@ -158,31 +138,20 @@ def _wide_kernel(
     first_desc,  # boxes of [FIRST, BLOCK_K], or [2, FIRST / 2, BLOCK_K] of [gate | up, outputs, K] when GATE_UP
     rest_desc,  # the same with REST
     x_scale_ptr,  # float32 [K / SCALE_COLUMNS, x_pitch], where SCALE_ROWS
-    x_pitch,
-    weight_ptr,
+    x_pitch, weight_ptr,
     scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    counter_ptr,
-    M,
-    outputs,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    bias_ptr, out_ptr, partial_ptr, counter_ptr, M, outputs,
+    K: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST: tl.constexpr,  # weight rows of a tile's first sums, and of its second ones: both are powers of two, or 0
-    REST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    REST: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,  # 0: neither operand has scales
     SCALE_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
-    GATE_UP: tl.constexpr,
-    BIAS: tl.constexpr,
+    GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns of the tile's weights to prefetch to L2
     LATE: tl.constexpr,  # as in skinny.py
     TALL_TOKENS: tl.constexpr,  # tokens are the tall operand, and not the weights
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     halves: tl.constexpr = 2 if GATE_UP else 1
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -296,34 +265,11 @@ def wide(
         return TensorDescriptor.from_tensor(weight_OK, [size, block_k])
 
     _wide_kernel[weight_rows // block_o, split](
-        TensorDescriptor.from_tensor(x, [block_m, block_k]),
-        boxes(first),
-        boxes(rest or first),
-        *x_scale,
-        weight_OK,
-        weight_OK if scale is None else scale,
-        weight_OK if bias_O is None else bias_O,
-        out_MO,
-        partial,
-        counters,
-        rows,
+        TensorDescriptor.from_tensor(x, [block_m, block_k]), boxes(first), boxes(rest or first), *x_scale, weight_OK,
+        weight_OK if scale is None else scale, weight_OK if bias_O is None else bias_O, out_MO, partial, counters, rows,
         out_width,
-        K=inner,
-        BLOCK_M=block_m,
-        FIRST=first,
-        REST=rest,
-        BLOCK_K=block_k,
-        SPLIT=split,
-        STAGES=stages,
-        SCALE_ROWS=block[0],
-        SCALE_COLUMNS=block[1] or inner,
-        GATE_UP=gate_up,
-        BIAS=bias_O is not None,
-        PREFETCH=prefetch,
-        LATE=late,
-        TALL_TOKENS=block_m >= TALL_ROWS,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
-    )
+        K=inner, BLOCK_M=block_m, FIRST=first, REST=rest, BLOCK_K=block_k, SPLIT=split, STAGES=stages,
+        SCALE_ROWS=block[0], SCALE_COLUMNS=block[1] or inner, GATE_UP=gate_up, BIAS=bias_O is not None,
+        PREFETCH=prefetch, LATE=late, TALL_TOKENS=block_m >= TALL_ROWS, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out_MO

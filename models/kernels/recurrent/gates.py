@@ -42,17 +42,9 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _sigmoid_mul_kernel(
-    x_ptr,
-    gate_ptr,
-    out_ptr,
-    scale_ptr,
-    pitch,
-    width,
-    gate_stride,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, gate_ptr, out_ptr, scale_ptr, pitch, width, gate_stride,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """GROUP: as in matmul/norm.py's SiLU-mul."""
     row = tl.program_id(0).to(tl.int64) * width
     first = tl.program_id(1) * BLOCK
