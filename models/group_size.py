@@ -64,6 +64,7 @@ def _divided(config: ModelConfig, whole_experts: bool) -> dict[str, int]:
     if config.delta is not None:
         found["linear-attention value heads"] = config.delta.v_heads
     dense = "mlp" in config.blocks if config.blocks else experts is None or len(experts.layers) < config.layers
+    dense = dense or (experts is not None and experts.beside_mlp)
     if dense:
         found["intermediate size"] = config.intermediate_size
     if config.mamba is not None:

@@ -81,8 +81,8 @@ def _multiplications(layer: DecoderLayer) -> int:
     if isinstance(layer.mlp, SparseMLP):
         mlp = layer.mlp
         held, everyones = mlp.experts.experts + mlp.experts.shared, mlp.experts.shared
-        experts = _parameters(mlp.experts) * (mlp.choices + everyones) // held + _parameters(mlp.shared)
-        return _parameters(layer.mixer) + _parameters(mlp.router) + experts
+        others = _parameters(mlp) - _parameters(mlp.experts)
+        return _parameters(layer.mixer) + others + _parameters(mlp.experts) * (mlp.choices + everyones) // held
     return _parameters(layer.mixer) + _parameters(layer.mlp)
 
 

@@ -78,6 +78,7 @@ class Shape:
             for (heads, dim, window), layers in groups.items()
         )
         sparse = 0 if experts is None else len(experts.layers)
+        alone = 0 if experts is None or experts.beside_mlp else sparse  # layers without a dense MLP
         hidden, matrices = sizes.hidden_size, 2 if sizes.blocks else 3  # of an MLP
         dense = sum(_attention(sizes, hidden, spec, gates=int(delta is not None)) for spec in specs)
         dense += sizes.vocab_size * hidden
@@ -85,7 +86,7 @@ class Shape:
             matrices
             * hidden
             * sizes.intermediate_size
-            * (sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - sparse)
+            * (sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - alone)
         )
         kept, latent, state, window = sizes.vocab_size * hidden, 0, 0, 0
         if experts is not None:
@@ -190,7 +191,7 @@ def _of_mtp(draft: MTPConfig, ids: int, kv_dtype: torch.dtype) -> DrafterShape:
     sparse = kinds.count("moe")
     if sparse:
         assert experts is not None
-        gated = 3 if experts.activation == "swiglu" else 2
+        gated = 2 if experts.activation == "relu2" else 3
         dense += sparse * hidden * (experts.count + gated * experts.shared_size)
         expert = sparse * gated * hidden * experts.intermediate_size
     return DrafterShape(

@@ -8,6 +8,8 @@ Shape letters as in models/ops/contract.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,7 @@ class SparseMLP(nn.Module):
             bias=self.routing is not None,
             logit_bias=biases,
             shared_gate=beside > 0 and experts.shared_gate,
+            expert_scale=experts.beside_mlp,
         )
         latent = experts.latent_size
         self.to_latent = Replicated(hidden, latent, context) if latent else None
@@ -65,11 +68,14 @@ class SparseMLP(nn.Module):
             context,
             layer=layer,
             split=context.experts,
-            gated=experts.activation == "swiglu",
+            gated=experts.activation != "relu2",
             shared=beside,
             biases=biases,
         )
-        self.activation = {"limit": experts.limit} if biases else {}
+        self.activation: dict[str, Any] = {"limit": experts.limit} if biases else {}
+        if experts.activation == "geglu":
+            self.activation["gelu"] = True
+        self.router_norm: RMSNorm | None = None  # of the residual stream, for a router that does not read ``norm``
         self.shared = None if beside else _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
@@ -86,7 +92,8 @@ class SparseMLP(nn.Module):
         experts = self.experts
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         grouped = experts.exchange is not None
-        weights_TC, chosen_TC = self._route(hidden_TN, self.all_E if grouped else experts.local_E, real_T)
+        routed_TN = hidden_TN if self.router_norm is None else self.router_norm.add(residual_TN, None)[0]
+        weights_TC, chosen_TC = self._route(routed_TN, self.all_E if grouped else experts.local_E, real_T)
         read_TN = hidden_TN if self.to_latent is None else self.to_latent(hidden_TN)
         if grouped:
             part_TN = self._with_other_groups(read_TN, weights_TC, chosen_TC, exchange_rows)
@@ -100,7 +107,7 @@ class SparseMLP(nn.Module):
         kernels, router = self.kernels, self.router
         if self.routing is None:
             logits_TE = kernels.linear(hidden_TN, router.weight)
-            given = local_E, real_T, self.load_E, self.experts.shared
+            given = local_E, real_T, self.load_E, self.experts.shared, router.expert_scale
             return kernels.route_top_k(logits_TE, self.choices, self.renormalise, *given)
         assert router.bias is not None
         logits_TE = kernels.router_logits(hidden_TN, router.weight)

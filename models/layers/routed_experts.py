@@ -30,6 +30,9 @@ class RoutedExperts:
     are multiplied by ``scale``. ``latent_size``: routed experts read and write vectors of this size, between
     two projections; 0: hidden states themselves.
 
+    ``activation`` "geglu": gelu_mul in the place of silu_mul. ``beside_mlp``: next to a dense MLP, as Gemma 4's: its
+    router norms the residual stream itself, and has a scale for each expert.
+
     ``limit``: gpt-oss's form of "swiglu", (clamp(up, -limit, limit) + 1) g sigmoid(1.702 g) with g = min(gate, limit).
     Experts and router have biases then.
     """
@@ -41,13 +44,14 @@ class RoutedExperts:
     layers: tuple[int, ...]
     shared_size: int = 0
     shared_gate: bool = False
-    activation: Literal["swiglu", "relu2"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
     latent_size: int = 0
     limit: float | None = None
+    beside_mlp: bool = False
 
 
 def softmax_experts(

@@ -238,6 +238,7 @@ class Ops:
         real_T: Tensor,
         load_E: Tensor | None = None,
         shared: int = 0,
+        scale_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The top ``choices`` experts of each token: float32 weights [T, C] and int32 local expert numbers [T, C].
 
@@ -246,7 +247,8 @@ class Ops:
         other ranks. Tokens that are not ``real_T`` (bool) are routed nowhere: all their local numbers are -1.
         ``load_E`` int64 counts in place the real tokens that chose each expert, whichever rank holds it. ``shared``: so
         many experts after the E, whose numbers ``local_E`` has too, serve every token as further choices, each with
-        weight sigmoid(column E of the logits). Later columns are ignored.
+        weight sigmoid(column E of the logits). Later columns are ignored. ``scale_E`` float32 multiplies the weights of
+        each of the E experts, after they were scaled to a sum of 1.
         """
         raise NotImplementedError
 
@@ -286,11 +288,13 @@ class Ops:
         *,
         all_experts: int,
         limit: float | None = None,
+        gelu: bool = False,
     ) -> Tensor:
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
         Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
-        silu_mul. With a ``limit`` clamped_swiglu (rows_reference/experts.py) does; biases are added within each term.
+        silu_mul. With a ``limit`` clamped_swiglu (rows_reference/experts.py) does, with ``gelu`` gelu_mul; biases are
+        added within each term.
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.ep_exchange import TokenExchange
@@ -61,7 +61,7 @@ class Router(ShardedModule):
 
     ``bias``: with what corrects scores for the choice, float32 [E] (float64 where parameters are). ``logit_bias``: with
     a bias of the product. ``shared_gate``: with one more row, the gate of shared experts that are stored with the
-    others, and zeros up to a whole tile of the kernels.
+    others, and zeros up to a whole tile of the kernels. ``expert_scale``: with a factor of each expert, likewise wide.
     """
 
     def __init__(
@@ -73,16 +73,15 @@ class Router(ShardedModule):
         bias: bool = False,
         logit_bias: bool = False,
         shared_gate: bool = False,
+        expert_scale: bool = False,
     ) -> None:
         super().__init__()
         self.experts, tile = experts, placement.kernels.expert_tile
         rows = -(-(experts + 1) // tile) * tile if shared_gate else experts
         self.weight = placement.weight(rows, hidden, bias=logit_bias, fixed=True)
         self.weight.data[experts:].zero_()
-        self.bias: nn.Parameter | None = None
-        if bias:
-            wide = torch.promote_types(placement.dtype, torch.float32)
-            self.bias = nn.Parameter(torch.empty(experts, dtype=wide), requires_grad=False)
+        self.bias = placement.parameter(experts, wide=True) if bias else None
+        self.expert_scale = placement.parameter(experts, wide=True) if expert_scale else None
 
     def shards(self) -> dict[str, Shard]:
         experts = self.experts
@@ -91,6 +90,8 @@ class Router(ShardedModule):
             found["shared_gate.weight"] = along_rows(self.weight.data[experts : experts + 1], 1, 0)
         if self.bias is not None:
             found["e_score_correction_bias"] = whole(self.bias)
+        if self.expert_scale is not None:
+            found["per_expert_scale"] = whole(self.expert_scale, centre=1.0)
         return found
 
 

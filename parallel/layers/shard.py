@@ -115,7 +115,7 @@ class Shard:
     cut the last dim in two: columns that belong to two matrices in turn.
 
     ``centre`` is the mean of dummy weights: 1 for norms, 0 elsewhere. ``offset`` is added to what is loaded: a
-    zero-centred norm's weight is kept as 1 + what the checkpoint has.
+    zero-centred norm's weight is kept as 1 + what the checkpoint has; ``factor`` multiplies it.
     """
 
     full_shape: tuple[int, ...]
@@ -123,6 +123,7 @@ class Shard:
     target: Tensor
     centre: float = 0.0
     offset: float = 0.0
+    factor: float = 1.0
 
     def load(self, full: Sliceable) -> None:
         """Reads only this rank's piece and copies it, converting the dtype if needed."""
@@ -134,6 +135,8 @@ class Shard:
         """What follows the copy of the checkpoint's values, made by whatever means."""
         if self.offset:
             self.target.add_(self.offset)
+        if self.factor != 1.0:
+            self.target.mul_(self.factor)
 
     @property
     def pieces(self) -> tuple[Shard, ...]:

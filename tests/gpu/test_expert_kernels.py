@@ -68,8 +68,9 @@ def test_shared_experts_are_further_choices(kernels: Nvidia, tokens: int) -> Non
     logits = torch.randn(tokens, 272, dtype=torch.bfloat16, device="cuda")
     logits[:, 257:] = math.nan
     local, real = torch.arange(257, dtype=torch.int32, device="cuda"), torch.arange(tokens, device="cuda") % 5 != 1
-    found = kernels.route_top_k(logits, 8, True, local, real, None, 1)
-    expected = REFERENCE.route_top_k(logits, 8, True, local, real, None, 1)
+    scale = torch.randn(256, device="cuda")
+    found = kernels.route_top_k(logits, 8, True, local, real, None, 1, scale)
+    expected = REFERENCE.route_top_k(logits, 8, True, local, real, None, 1, scale)
     torch.testing.assert_close(found[0], expected[0], atol=1e-6, rtol=1e-5)
     assert torch.equal(found[1], expected[1])
 
@@ -96,6 +97,17 @@ def test_expert_mlp(kernels: Nvidia, layer: Layer, tokens: int) -> None:
     assert torch.equal(found, again), "the same bits every time"
     if tokens > 1:
         assert not found[-1].any()
+    found = kernels.expert_mlp(x, gate_up, down, weights, chosen, all_experts=layer.experts, gelu=True)
+    expected = REFERENCE.expert_mlp(
+        x.double(),
+        Weight.of(gate_up.data.double()),
+        Weight.of(down.data.double()),
+        weights.double(),
+        chosen,
+        all_experts=layer.experts,
+        gelu=True,
+    )
+    assert float((found.double() - expected).norm() / (expected.norm() + 1e-30)) < TOLERANCE[layer.dtype]
 
 
 @pytest.mark.parametrize("group", [2, 8])

@@ -343,6 +343,13 @@ MODELS |= {
         | {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 4, "head_dim": 14}
         | {"global_head_dim": 20, "tie_word_embeddings": False, "final_logit_softcapping": None},
     ),
+    "gemma4-experts": (
+        "Gemma4",
+        GEMMA4
+        | {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
+        | {"global_head_dim": 20, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+        | {"moe_intermediate_size": 12},
+    ),
 }
 TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4")  # the text part of a model for images, too
 # Their config.json is rewritten in the older style.

@@ -11,6 +11,17 @@ from typing import Any
 _PLAIN: dict[str, Any] = {"attention_bias": False, "intermediate_size": 48}
 _SPARSE: dict[str, Any] = _PLAIN | {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
 _FACTORS = {"embedding_multiplier": 12, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 6}
+_GEMMA4: dict[str, Any] = _PLAIN | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm": _SPARSE
     | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True}
@@ -46,16 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
     | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}
     | {"mamba_d_state": 10},
-    "gemma4": _PLAIN
-    | {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 6, "hidden_size_per_layer_input": 0}
-    | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16, "attention_k_eq_v": True}
-    | {"num_global_key_value_heads": 1, "final_logit_softcapping": 3.0}
-    | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-        }
-    },
+    "gemma4": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    "gemma4-experts": _GEMMA4
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 16},
     "phi": _PLAIN | {"architectures": ["Phi3ForCausalLM"]},
     "seed": _PLAIN | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": True},
 }

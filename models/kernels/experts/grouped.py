@@ -92,6 +92,7 @@ def _grouped_kernel(
     GATE_UP: tl.constexpr,  # inputs are tokens, and an activation follows; otherwise inputs are pairs
     GATED: tl.constexpr,  # with GATE_UP: gate's rows come first, SiLU-mul; otherwise relu2
     CLAMPED: tl.constexpr,  # with GATED: clamped_swiglu
+    GELU: tl.constexpr,  # with GATED: GELU-mul
     BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
@@ -145,9 +146,9 @@ def _grouped_kernel(
             result += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
-            result = activated(gate, up, limit, GATED, CLAMPED)
+            result = activated(gate, up, limit, GATED, CLAMPED, GELU)
         elif GATE_UP:
-            result = activated(result, result, limit, GATED, CLAMPED)
+            result = activated(result, result, limit, GATED, CLAMPED, GELU)
         else:
             result = result * tl.load(share_ptr + pairs, mask=asked, other=0.0)[:, None]
         where = pairs.to(tl.int64)[:, None] * outputs + tile * width + tl.arange(0, width)[None, :]
@@ -193,6 +194,7 @@ def expert_mlp(
     shared_bytes: int = H200.shared_bytes,
     narrow: bool = False,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
     program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises bfloat16 activations, too, once
@@ -212,7 +214,7 @@ def expert_mlp(
         up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
     x = quantised_by(gate_up, x_TN, pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles, limit)
+    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles, limit, gelu)
     inputs = quantised_by(down, hidden_PI, pdl) if narrow and reads_codes(down) else hidden_PI
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
     _grouped(inputs, down, weights_TC, terms_PN, *lists, down_tiles)
@@ -259,6 +261,7 @@ def _grouped(
     pdl: bool,
     tiles: Tiles,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> None:
     experts, weight_rows, inner = weight.cells.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
@@ -279,7 +282,7 @@ def _grouped(
         BLOCK_K=block_k, STAGES=stages, GROUP=tiles.group, SCALE_ROWS=scale_rows,
         **codes,
         NARROW=narrow, GATE_UP=share_TC is None, GATED=weight_rows > outputs, CLAMPED=limit is not None,
-        BIAS=weight.bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        GELU=gelu, BIAS=weight.bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
         num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.experts.grouped import block_and_tile, combined, most_programs
 from models.kernels.experts.route import pairs_by_expert
+from models.kernels.experts.streamed import activated
 from models.kernels.experts.tiles import LongListTiles, Tiles
 from parallel.layers.weight import Weight
 
@@ -69,7 +70,7 @@ def _grouped_tma_kernel(
     K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,  # weight rows a tile; half as many columns come out with GATED
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, GATE_UP: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     width: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tiles = outputs // width
@@ -100,10 +101,9 @@ def _grouped_tma_kernel(
         asked = within < count
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, width)), (0, 2, 1)))
-            result, rows = gate * tl.sigmoid(gate) * up, (first + within).to(tl.int64)
+            result, rows = activated(gate, up, 0.0, GATED, False, GELU), (first + within).to(tl.int64)
         elif GATE_UP:
-            acc = tl.maximum(acc, 0.0)
-            result, rows = acc * acc, (first + within).to(tl.int64)
+            result, rows = activated(acc, acc, 0.0, GATED, False, GELU), (first + within).to(tl.int64)
         else:
             chosen = tl.load(order_ptr + expert.to(tl.int64) * capacity + within, mask=asked, other=0)
             result = acc * tl.load(scale_ptr + chosen, mask=asked, other=0.0)[:, None]
@@ -128,6 +128,8 @@ def expert_mlp(
     local_TC: Tensor,
     pdl: bool,
     tiles: LongListTiles,
+    *,
+    gelu: bool = False,
 ) -> Tensor:
     """See models/ops/contract.py. Of weights without scales."""
     tokens, choices = local_TC.shape
@@ -150,7 +152,7 @@ def expert_mlp(
     else:
         box = [tiles.gate_up.block_o, tiles.gate_up.block_k]
         gate_up_desc = TensorDescriptor(gate_up_G2IN, [experts * inner, hidden], [hidden, 1], box)
-    _grouped(ordered_PN, gate_up_desc, None, hidden_PI, *lists, tiles.gate_up, tiles.programs)
+    _grouped(ordered_PN, gate_up_desc, None, hidden_PI, *lists, tiles.gate_up, tiles.programs, gelu=gelu)
     del ordered_PN  # where down is not split, the terms reuse its memory, so that a step needs no more than grouped.py
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]
@@ -171,6 +173,7 @@ def _grouped(
     tiles: Tiles,
     most: int,
     split: int = 1,
+    gelu: bool = False,
 ) -> None:
     (experts, capacity), (pairs, inner), outputs = order_GT.shape, in_PK.shape, out.shape[-1]
     gated = len(weight.shape) == 3
@@ -180,6 +183,6 @@ def _grouped(
     _grouped_tma_kernel[(min(most, programs),)](
         rows, weight, order_GT if scale is None else scale, order_GT, counts_G, out, experts, capacity, pairs, outputs,
         K=inner, BLOCK_G=triton.next_power_of_2(experts), BLOCK_M=tiles.block_m, BLOCK_O=tiles.block_o,
-        BLOCK_K=tiles.block_k, GROUP=tiles.group, SPLIT=split, GATE_UP=scale is None, GATED=gated, PDL=pdl,
-        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=pdl,
+        BLOCK_K=tiles.block_k, GROUP=tiles.group, SPLIT=split, GATE_UP=scale is None, GATED=gated, GELU=gelu,
+        PDL=pdl, num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -66,10 +66,12 @@ def _best_of(left, ids, choices, CHOICES: tl.constexpr, BLOCK_C: tl.constexpr, B
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, E,
+    logits_ptr, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr,
+    scale_ptr,  # float32 [E], with SCALED
+    E,
     pitch,  # columns of the logits
     CHOICES: tl.constexpr, SHARED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
-    RENORMALISE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    RENORMALISE: tl.constexpr, SCALED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     ids = tl.arange(0, BLOCK_E)
@@ -90,6 +92,8 @@ def _route_kernel(
     weights = tl.where(choices < CHOICES, weights, 0.0)
     if RENORMALISE:
         weights = weights / tl.sum(weights, 0)
+    if SCALED:
+        weights *= tl.load(scale_ptr + chosen)
     if SHARED > 0:
         everyone = choices >= CHOICES
         weights = tl.where(everyone, tl.sigmoid(tl.load(row_ptr + E).to(tl.float32)), weights)
@@ -173,6 +177,7 @@ def route_top_k(
     real_T: Tensor,
     load_E: Tensor | None = None,
     shared: int = 0,
+    scale_E: Tensor | None = None,
     *,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -185,9 +190,10 @@ def route_top_k(
     block = triton.next_power_of_2(experts)
     _route_kernel[(tokens,)](
         logits_TE, local_E, real_T.view(torch.uint8), weights_TC, local_TC, local_E if load_E is None else load_E,
-        experts, pitch,
+        local_E if scale_E is None else scale_E, experts, pitch,
         CHOICES=choices, SHARED=shared, BLOCK_C=triton.next_power_of_2(columns), BLOCK_E=block, RENORMALISE=renormalise,
-        COUNT=load_E is not None, PDL=pdl, num_warps=max(1, min(4, block // 512)), launch_pdl=pdl,
+        SCALED=scale_E is not None, COUNT=load_E is not None, PDL=pdl, num_warps=max(1, min(4, block // 512)),
+        launch_pdl=pdl,
     )  # fmt: skip
     return weights_TC, local_TC
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
+from models.kernels.matmul.epilogue import gelu_mul
 from models.kernels.traits import H200
 from models.row_buckets import power_of_two_from
 from parallel.layers.weight import Weight
@@ -54,10 +55,12 @@ def _tile(weights, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, th
 
 
 @triton.jit
-def activated(gate, up, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
-    """clamped_swiglu, SiLU-mul, or relu2 of ``up``."""
+def activated(gate, up, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
+    """clamped_swiglu, GELU-mul, SiLU-mul, or relu2 of ``up``."""
     if CLAMPED:
         result = clamped_swiglu(gate, up, limit)
+    elif GELU:
+        result = gelu_mul(gate, up)
     elif GATED:
         result = gate * tl.sigmoid(gate) * up
     else:
@@ -93,7 +96,7 @@ def _streamed_gate_up_kernel(
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     pair = tl.program_id(1)
@@ -123,7 +126,7 @@ def _streamed_gate_up_kernel(
             if GATED:
                 gate_sum += tl.load(bias).to(tl.float32)
             up_sum += tl.load(bias + (matrices - 1) * inner).to(tl.float32)
-        result = activated(gate_sum, up_sum, limit, GATED, CLAMPED)
+        result = activated(gate_sum, up_sum, limit, GATED, CLAMPED, GELU)
         tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
 
 
@@ -209,6 +212,7 @@ def expert_mlp(
     *,
     multiprocessors: int = H200.multiprocessors,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """See the contract (models/ops)."""
     _, hidden, inner = down.data.shape
@@ -224,7 +228,8 @@ def expert_mlp(
         local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC, hidden_PI, inner,
         K=hidden, CHOICES=choices, BLOCK_I=block_i, CHUNK=_chunk(gate_up, 1024),
         **scale_sizes(gate_up),
-        GATED=gate_up.outputs > inner, CLAMPED=limit is not None, BIAS=gate_up.bias is not None, PDL=pdl, num_warps=4,
+        GATED=gate_up.outputs > inner, CLAMPED=limit is not None, GELU=gelu, BIAS=gate_up.bias is not None,
+        PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
     out_TN = torch.empty_like(x_TN)

@@ -55,7 +55,7 @@ def _four_bit_gate_up_kernel(
     BLOCK: tl.constexpr,  # weight rows; half as many columns come out with GATED
     SCALE_COLUMNS: tl.constexpr, CODES: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, LIFT: tl.constexpr,
     BLOCK_K: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     matrices: tl.constexpr = 2 if GATED else 1
     width: tl.constexpr = BLOCK // matrices
@@ -76,9 +76,9 @@ def _four_bit_gate_up_kernel(
             sums += tl.load(bias_ptr + rows).to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.reshape(sums, (width, 2)))
-            result = activated(gate, up, limit, GATED, CLAMPED)
+            result = activated(gate, up, limit, GATED, CLAMPED, GELU)
         else:
-            result = activated(sums, sums, limit, GATED, CLAMPED)
+            result = activated(sums, sums, limit, GATED, CLAMPED, GELU)
         outs = tl.program_id(0) * width + tl.arange(0, width)
         tl.store(hidden_ptr + pair.to(tl.int64) * inner + outs, result.to(hidden_ptr.dtype.element_ty))
 
@@ -123,6 +123,7 @@ def expert_mlp(
     pdl: bool,
     *,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """See the contract (models/ops). Both matrices are of four bits."""
     hidden, inner = down.outputs, down.inner
@@ -135,8 +136,8 @@ def expert_mlp(
     _four_bit_gate_up_kernel[(gate_up.outputs // block, tokens * choices)](
         x_TN, *memory_of(gate_up), local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC,
         hidden_PI, inner, K=hidden, CHOICES=choices, BLOCK=block, **constants_of(gate_up, x_TN.dtype), **_TILE,
-        GATED=gated, CLAMPED=limit is not None, BIAS=gate_up.bias is not None, PDL=pdl, num_warps=_TILE["PARTS"],
-        launch_pdl=pdl,
+        GATED=gated, CLAMPED=limit is not None, GELU=gelu, BIAS=gate_up.bias is not None, PDL=pdl,
+        num_warps=_TILE["PARTS"], launch_pdl=pdl,
     )  # fmt: skip
     out_TN = torch.empty_like(x_TN)
     block = min(_ROWS, largest_power(hidden))

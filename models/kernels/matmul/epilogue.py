@@ -14,6 +14,12 @@ from parallel.comm.matmul_push_triton import push
 
 
 @triton.jit
+def gelu_mul(gate, up):
+    """GELU's approximation by tanh: 0.5 (1 + tanh(z)) is sigmoid(2 z)."""
+    return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+
+
+@triton.jit
 def store_rows(
     result,  # float32 [R, O]; [R, 2 * O] with GATE_UP: gate and up of each output in turn
     rows,  # int32 [R], of which those below M exist

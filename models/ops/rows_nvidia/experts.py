@@ -49,6 +49,7 @@ def _call(
     *,
     all_experts: int,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> ExpertCall:
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
@@ -92,11 +93,11 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
 def _streamed(ops: Any, call: ExpertCall) -> Run:
     pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
     if call.coded == (True, True):
-        return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed_four_bits.expert_mlp(
-            x_TN, gate_up, down, weights_TC, local_TC, pdl, limit=limit
+        return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: streamed_four_bits.expert_mlp(
+            x_TN, gate_up, down, weights_TC, local_TC, pdl, **form
         )
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, limit=limit
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: streamed.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, **form
     )
 
 
@@ -110,16 +111,16 @@ def _tiles(ops: Any, call: ExpertCall) -> LongListTiles | None:
 def _long_lists(ops: Any, call: ExpertCall) -> Run:
     pdl, tiles = ops.pdl, _tiles(ops, call)
     assert tiles is not None
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped_tma.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, tiles
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: grouped_tma.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, tiles, **form
     )
 
 
 def _lists(ops: Any, call: ExpertCall) -> Run:
     given = {"shared_bytes": ops.traits.shared_bytes, "narrow": ops.fp8_activations != "never"}
     pdl = ops.pdl
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: grouped.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, limit=limit, **given
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: grouped.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, **form, **given
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.kernels.sigmoid_routing import route_sigmoid
 from models.ops.contract import Ops
-from models.ops.rows_reference.dense import linear, relu2, silu_mul
+from models.ops.rows_reference.dense import gelu_mul, linear, relu2, silu_mul
 from models.ops.table import Row, plain
 from parallel.layers.weight import Weight
 
@@ -26,6 +26,7 @@ def route_top_k(
     real_T: Tensor,
     load_E: Tensor | None = None,
     shared: int = 0,
+    scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     wide_TE, count = logits_TE.to(_wide(logits_TE)), len(local_E) - shared
     scores_TE = wide_TE[:, :count].softmax(-1)
@@ -33,6 +34,8 @@ def route_top_k(
     weights_TC, experts_TC = ordered_TE[:, :choices], experts_TE[:, :choices]
     if renormalise:
         weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+    if scale_E is not None:
+        weights_TC = weights_TC * scale_E[experts_TC]
     if load_E is not None:
         load_E.scatter_add_(0, experts_TC.flatten(), real_T.to(load_E.dtype).repeat_interleave(choices))
     if shared:
@@ -52,23 +55,27 @@ def expert_mlp(
     *,
     all_experts: int,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> Tensor:
     """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
     out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
     for g in range(down.data.shape[0]):
         chosen_TC = local_TC == g
         weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g), limit) * weight_T1
+        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g), limit, gelu) * weight_T1
         out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
     return out_TN.to(x_TN.dtype)
 
 
-def one_expert(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, limit: float | None = None) -> Tensor:
+def one_expert(
+    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, limit: float | None = None, gelu: bool = False
+) -> Tensor:
     """[T, N], of all tokens."""
     up_TX = linear(ops, x_TN, gate_up)
     if limit is not None:
         return linear(ops, clamped_swiglu(up_TX, limit), down)
-    inner_TI = silu_mul(up_TX) if gate_up.outputs > down.inner else relu2(up_TX)
+    gated = gelu_mul if gelu else silu_mul
+    inner_TI = gated(up_TX) if gate_up.outputs > down.inner else relu2(up_TX)
     return linear(ops, inner_TI, down)
 
 

@@ -152,7 +152,7 @@ def _each_query(
 def route_top_k(
     logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, *counted: Any
 ) -> tuple[Tensor, Tensor]:
-    """``counted``: load and shared experts."""
+    """``counted``: load, shared experts and scales."""
     found = [
         experts.route_top_k(logits_TE[t : t + 1].clone(), choices, renormalise, local_E, real_T[t : t + 1], *counted)
         for t in range(logits_TE.shape[0])

@@ -115,12 +115,14 @@ def test_layers_with_a_window_read_that_many_keys() -> None:
     of_token = 12 * 2 * 8 * 64 * 2  # layers, planes, heads, dims, bytes
     assert floor(shape, length=100.0).kv_bytes == 2 * 2 * 100 * of_token
     assert floor(shape, length=1000.0).kv_bytes == 2 * (1000 + 128) * of_token
-    config = config_from_dict(TINY | FAMILIES["gemma4"])
-    model, shape = build(config, device="meta"), Shape.of(config, torch.float32)
-    weights = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and "scalar" not in name)
-    assert shape.dense + config.vocab_size * config.hidden_size == pytest.approx(weights, rel=0.02)
-    kv = sum(kv.bytes_per_token for kv in (shape.kv, *(kv for kv, _ in shape.more)))
-    assert kv == model.cache_layout.bytes_per_token
+    for name in ("gemma4", "gemma4-experts"):
+        config = config_from_dict(TINY | FAMILIES[name])
+        model, shape = build(config, device="meta"), Shape.of(config, torch.float32)
+        weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        found = shape.dense + shape.expert * shape.experts + config.vocab_size * config.hidden_size
+        assert found == pytest.approx(weights, rel=0.005)
+        kv = sum(kv.bytes_per_token for kv in (shape.kv, *(kv for kv, _ in shape.more)))
+        assert kv == model.cache_layout.bytes_per_token
 
 
 def test_state_is_read_and_written() -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ def check(found: Tensor, expected: Tensor, limit: float, what: object) -> None:
     assert error < limit, f"{what}: relative error {error:.1e}"
 
 
-def check_route(experts: int, choices: int, renormalise: bool, count: bool, shared: int = 0) -> None:
+def check_route(
+    experts: int, choices: int, renormalise: bool, count: bool, shared: int = 0, *, scaled: bool = False
+) -> None:
     tokens = 6
     # Coarse: with equal scores among them. Then the gate of shared experts, and columns that are not read.
     logits = torch.randn(tokens, experts + 3 * (shared > 0)).half().float()
@@ -41,8 +44,9 @@ def check_route(experts: int, choices: int, renormalise: bool, count: bool, shar
     local = torch.cat((local, torch.arange(experts, experts + shared, dtype=torch.int32)))
     real = torch.arange(tokens) != 2
     mine, theirs = (torch.ones(experts, dtype=torch.int64) if count else None for _ in range(2))
-    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, shared, pdl=False)
-    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs, shared)
+    scale = torch.randn(experts) if scaled else None
+    weights, chosen = route_top_k(logits, choices, renormalise, local, real, mine, shared, scale, pdl=False)
+    expected = REFERENCE.route_top_k(logits, choices, renormalise, local, real, theirs, shared, scale)
     check(weights, expected[0], 1e-6, ("weights", experts, choices))
     assert torch.equal(chosen, expected[1]), (experts, choices)
     assert mine is None or theirs is None or torch.equal(mine, theirs)
@@ -110,6 +114,7 @@ def check_mlp(
     dtype: torch.dtype,
     matrices: int = 2,
     limit: float | None = None,
+    gelu: bool = False,
 ) -> None:
     """``matrices``: 1 without a gate. ``limit``: with biases, too."""
     hidden, inner = sizes
@@ -118,7 +123,8 @@ def check_mlp(
     gate_up = (torch.randn(experts, matrices * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
-    clamped = {} if limit is None else {"limit": limit}
+    clamped: dict[str, Any] = {} if limit is None else {"limit": limit}
+    clamped |= {"gelu": True} if gelu else {}
     up_bias, down_bias = (
         None if limit is None else torch.randn(experts, n).to(dtype) for n in (matrices * inner, hidden)
     )
@@ -129,7 +135,7 @@ def check_mlp(
     last = Weight.of(down, down_bias), Weight.of(down.double(), None if down_bias is None else down_bias.double())
     found = form(x, up, last[0], weights, chosen, False, **clamped)
     expected = REFERENCE.expert_mlp(
-        x.double(), wide_up, last[1], weights.double(), chosen, all_experts=2 * experts, limit=limit
+        x.double(), wide_up, last[1], weights.double(), chosen, all_experts=2 * experts, **clamped
     )
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden
@@ -143,6 +149,7 @@ def main() -> None:
         check_route(experts, choices, renormalise, count)
     for shared, count in ((1, True), (2, False)):
         check_route(8, 2, True, count, shared)
+    check_route(12, 5, True, count=False, scaled=True)
     for experts, count in product((16, 24), (True, False)):
         for groups, top_groups, renormalise in ((1, 1, True), (4, 2, False), (8, 3, True), (2, 2, True)):
             routing = SigmoidRouting(5, renormalise, groups, top_groups, 2.5, shared=groups % 3)
@@ -163,6 +170,7 @@ def main() -> None:
             check_mlp(form, 3, 2, 3, (48, 32), dtype, 1)
             check_mlp(form, 2, 1, 2, (1344, 464), dtype, 1)  # Nemotron's widths have no large power of two
             check_mlp(form, 3, 2, 3, (48, 32), dtype, limit=1.0)
+            check_mlp(form, 3, 2, 3, (48, 32), dtype, gelu=True)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
         check_mlp(small, 40, 2, 3, (32, 16), dtype, limit=0.7)
         for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
@@ -174,6 +182,7 @@ def main() -> None:
         check_mlp(form, 60, 2, 3, (32, 48), torch.float16)
         check_mlp(form, 7, 3, 5, (48, 48), torch.float16)
         check_mlp(form, 40, 2, 3, (32, 48), torch.float16, 1)
+        check_mlp(form, 40, 2, 3, (32, 48), torch.float16, gelu=True)
 
 
 if __name__ == "__main__":

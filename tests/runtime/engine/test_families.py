@@ -41,7 +41,9 @@ def answers(folder: Path, family: str, **options: Any) -> dict[int, tuple[int, .
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm", "minimax", "ministral3", "smollm3", "olmo3", "granite-4", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["glm", "minimax", "ministral3", "smollm3", "olmo3", "granite-4", "gemma4", "gemma4-experts"]
+)
 def test_tokens_are_the_serial_engines(family: str, tmp_path: Path) -> None:
     expected = answers(tmp_path, family, chain_depth=0)
     assert answers(tmp_path, family, chain_depth=2) == expected
