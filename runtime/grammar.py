@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from runtime.schedule.request import SamplingParams
 
 MOST_COMPILED: Final = 64  # grammars that are kept, the latest ones
+MASK_THREADS: Final = 8  # at most, that compute masks of several rows
 WORD_BITS: Final = 32
 _LIMITS: Final = {
     "initial_lexer_fuel": 200_000,  # to compile one: 10 ms; where its text is forced, 0.1 s and 35 MB
@@ -96,6 +98,10 @@ class Grammars:
         return ThreadPoolExecutor(1, "grammars")
 
     @cached_property
+    def _executor(self) -> Any:
+        return library().LLExecutor(num_threads=min(MASK_THREADS, os.cpu_count() or 1))
+
+    @cached_property
     def _tokens(self) -> Any:
         """Called in one thread only."""
         made = library().LLTokenizer
@@ -156,6 +162,19 @@ class Grammars:
         matcher.accept(answer)
         return matcher
 
+    def allow(self, matchers: Sequence[Matcher | None], allowed_GW: Words) -> None:
+        """Fill in the tokens that may come next in each answer, from zeros: bit i % 32 of word i // 32 is set for id i.
+        None without a matcher, or if a grammar, or the work for it, came to an end."""
+        began = perf_counter()
+        compiled = [(one.compiled, row) for row, one in enumerate(matchers) if one is not None and one.usable]
+        if compiled:  # outside the interpreter's lock
+            row_bytes = allowed_GW.strides[0]
+            self._executor.unsafe_compute_mask_ptr(compiled, allowed_GW.ctypes.data, row_bytes, len(allowed_GW))
+        for one, allowed_W in zip(matchers, allowed_GW, strict=True):
+            if one is not None:
+                one.restrict(allowed_W)
+        self.counters.masked(len(matchers), perf_counter() - began)
+
     def close(self) -> None:
         """End the thread."""
         if (threads := self.__dict__.pop("_threads", None)) is not None:
@@ -166,7 +185,7 @@ class Matcher:
     """What one request's answer may continue with; nothing, if its grammar failed."""
 
     def __init__(self, compiled: Any, of: Grammars, sampling: SamplingParams, stop_token_ids: Iterable[int]) -> None:
-        self._matcher = compiled
+        self.compiled = compiled
         self._generated = 0
         self._sampling = sampling
         eos, stops = set(of.eos_token_ids), {*stop_token_ids, *of.eos_token_ids}
@@ -175,27 +194,33 @@ class Matcher:
         allowed = sampling.allowed_token_ids
         self._allowed_W = _bits(allowed, of.vocab_size) if allowed else None
 
+    @property
+    def usable(self) -> bool:
+        return self.compiled is not None and not self.compiled.is_error()
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Of the answer, after those before."""
         self._generated += len(token_ids)
-        if self._matcher is not None and len(token_ids):
-            self._matcher.consume_tokens(list(token_ids))
+        if self.compiled is not None and len(token_ids):
+            self.compiled.consume_tokens(list(token_ids))
 
     def allow(self, allowed_W: Words) -> None:
-        """Fill in the tokens that may come next: bit i % 32 of word i // 32 is set for id i. None if the grammar, or
-        the work for it, came to an end.
+        """Fill in the tokens that may come next."""
+        if self.usable:
+            self.compiled.unsafe_compute_mask_ptr(allowed_W.ctypes.data, allowed_W.nbytes)
+        self.restrict(allowed_W)
+
+    def restrict(self, allowed_W: Words) -> None:
+        """From what a text of the grammar may go on with to what may be sampled.
 
         Stop ids may come where a text of the grammar ends. With ``min_tokens`` or ``ignore_eos`` they may not, unless
         nothing else may.
         """
-        matcher = self._matcher
-        if matcher is not None:
-            matcher.unsafe_compute_mask_ptr(allowed_W.ctypes.data, allowed_W.nbytes)
-        if matcher is None or matcher.is_error():
+        if not self.usable:
             allowed_W.fill(0)
             return
         allowed_W &= ~self._all_W
-        if matcher.is_accepting():
+        if self.compiled.is_accepting():
             if self._generated >= self._sampling.min_tokens:
                 allowed_W |= self._stops_W
             if not allowed_W.any():

@@ -32,10 +32,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--load-format", default="safetensors", help="dummy: the folder has config.json, tokenizer.json"
+    )
     asked = parser.parse_args()
     grammar = structured(json={"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 500})
     config = EngineConfig(
-        model=asked.model, device=asked.device, max_num_seqs=asked.rows, warm=("greedy", "random", "constrained")
+        model=asked.model,
+        load_format=asked.load_format,
+        device=asked.device,
+        max_num_seqs=asked.rows,
+        max_model_len=1024,
+        decode_buckets=(asked.rows,),
+        warm=("greedy", "random", "constrained"),
     )
     with open_engine(config) as engine:
         client = EngineClient(engine)

@@ -12,7 +12,6 @@ row when all its tokens have landed, the host writes ``allowed_SW`` before each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,14 +130,13 @@ class EditFeature(SlotFeature[LogitEdits]):
         return staged
 
     def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[Any]]:
-        began = perf_counter()
         allowed_GW = np.zeros((len(rows), mask_words(self.vocab_size)), np.int32)  # no matcher: nothing is allowed
-        for allowed_W, (slot, token_ids) in zip(allowed_GW, rows, strict=True):
-            if (matcher := self.matchers.get(slot)) is not None:
-                matcher.accept(token_ids)
-                matcher.allow(allowed_W)
+        matchers = [self.matchers.get(row.slot) for row in rows]
+        for matcher, row in zip(matchers, rows, strict=True):
+            if matcher is not None:
+                matcher.accept(row.token_ids)
         if self.grammars is not None:
-            self.grammars.counters.masked(len(rows), perf_counter() - began)
+            self.grammars.allow(matchers, allowed_GW)
         return {"constrained_G": np.array([row.slot for row in rows]), "allowed_GW": allowed_GW}
 
     def load(self, staged: Mapping[str, Tensor]) -> None:

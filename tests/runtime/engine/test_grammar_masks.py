@@ -31,7 +31,6 @@ from tests.runtime.engine.test_trees import RANKS, KnownAnswers
 from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
 
 pytestmark = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -77,13 +76,13 @@ class Watched(Grammars):
         made = super().matcher(sampling, stop_token_ids, answer)
         found: list[Words] = []
         self.masks.setdefault(sampling.seed, []).append((len(answer), found))
-        allow = made.allow
+        restrict = made.restrict
 
         def noted(allowed_W: Words) -> None:
-            allow(allowed_W)
+            restrict(allowed_W)
             found.append(allowed_W.copy())
 
-        made.allow = noted  # type: ignore[method-assign]
+        made.restrict = noted  # type: ignore[method-assign]
         return made
 
 
@@ -110,6 +109,7 @@ MANY += [(depth, 3, True, 1) for depth in range(5)]
 def test_masks_are_those_of_a_matcher_that_reads_the_answer_alone(
     seeds: Sequence[int], hows: list[tuple[int, int, bool, int]]
 ) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
     alone = Grammars(lambda: small_tokenizers.byte_level().to_json(), VOCABULARY, (EOS,))
     for seed in seeds:
         requests, schemas = asked(seed, 6)
