@@ -1,7 +1,7 @@
 """How many tokens asked for each expert of each layer: counted on the device in every step, read once in a while.
 
 Knows: the counters of a model, the file they are reported in, and the placement that such a file leads to.
-Does not know: who asked for a report, or how a balance is found (parallel/layers/expert_balance.py).
+Does not know: who asked for a report.
 
 The counters are part of the step (route_top_k adds to them), so they cost no synchronisation; masked and padding
 tokens are not counted. In a group with the same tokens on every rank, every rank counts the same.
@@ -10,7 +10,7 @@ tokens are not counted. In a group with the same tokens on every rank, every ran
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,35 @@ import torch
 
 from models.layers.decoder import Decoder
 from models.layers.moe import SparseMLP
-from parallel.layers.expert_balance import balanced_order, rank_tokens
-from parallel.layers.experts import ExpertSplit
+from parallel.layers.experts import ExpertSplit, held_experts
+
+
+def balanced_order(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Expert ids, the first rank's first: equally many experts a rank, their tokens balanced greedily.
+
+    ``tokens[e]`` chose expert e. Experts are assigned in order of falling load, each to the rank with the fewest tokens
+    so far that still has room (longest processing time first, Graham 1969). Never worse than the order 0, 1, 2, ...,
+    which it returns where it finds nothing better. Raises ValueError where the ranks do not divide the experts.
+    """
+    experts = len(tokens)
+    in_order = tuple(range(experts))
+    room = len(held_experts(experts, 0, ranks))
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for expert in sorted(in_order, key=lambda expert: (-tokens[expert], expert)):
+        rank = min((r for r in range(ranks) if len(held[r]) < room), key=lambda r: (sums[r], r))
+        held[rank].append(expert)
+        sums[rank] += tokens[expert]
+    if max(sums) >= max(rank_tokens(tokens, in_order, ranks)):
+        return in_order
+    return tuple(expert for of_rank in held for expert in sorted(of_rank))
+
+
+def rank_tokens(tokens: Sequence[int], order: Sequence[int], ranks: int) -> list[int]:
+    """Tokens that chose each rank's experts, where ``order`` lists the first rank's experts first."""
+    share = len(order) // ranks
+    return [sum(tokens[expert] for expert in order[r * share : (r + 1) * share]) for r in range(ranks)]
+
 
 SCHEMA = 1
 

@@ -139,7 +139,7 @@ def read_quantization(config: Mapping[str, Any], exported: Mapping[str, Any] | N
     """From the parsed config.json and, for modelopt's older exports, hf_quant_config.json; config.json counts first.
 
     None for a checkpoint whose matrices are not quantised, whether or not it says how keys and values are scaled
-    (kv_scales.py). Raises ValueError, which names key and value, for a method, a format or a detail that is not
+    (weights.py). Raises ValueError, which names key and value, for a method, a format or a detail that is not
     supported.
     """
     found = config.get("quantization_config") or config.get("compression_config")

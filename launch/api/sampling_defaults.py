@@ -1,6 +1,7 @@
 """How a request that does not say is drawn: the command line first, then the model folder, then the API's defaults.
 
-Knows: who wins, and how what was taken is logged. Does not know: what a request says itself (schema.py).
+Knows: who wins, how what was taken is logged, keys and types of generation_config.json.
+Does not know: what a request says itself (schema.py).
 
 The folder has a say because users of vLLM expect it (there: --generation-config auto): a model that was tuned for
 temperature 0.6 and top-p 0.95 rambles at 1.0. Benchmarks name every parameter themselves and never come here.
@@ -17,11 +18,37 @@ from typing import Any, Literal
 from launch.engine_options import EngineCommand
 from launch.errors import UsageError
 from launch.ranks.rendezvous import Rendezvous, check_degrees, discover
-from models.config import ModelConfigError
-from models.generation_config import FILE_NAME, read_sampling_parameters
+from models.config import ModelConfigError, read_json_object
 from runtime.config import WARM_KINDS, EngineConfig, require_real_texts
 from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
+
+FILE_NAME = "generation_config.json"
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def read_sampling_parameters(folder: str | Path) -> dict[str, float | int]:
+    """What the file says of temperature, top_k, top_p, min_p and repetition_penalty; empty where there is no file.
+
+    A null is the same as an absent key, and so is a top_k of -1, which older files write for "all". ``do_sample`` and
+    ``max_new_tokens`` are not looked at. Raises ModelConfigError for what is no number.
+    """
+    path = Path(folder) / FILE_NAME
+    if not path.is_file():
+        return {}
+    content = read_json_object(path)
+    found: dict[str, float | int] = {}
+    for key in _NUMBERS:
+        if (value := content.get(key)) is not None:
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise ModelConfigError(f"{path}: {key!r} must be a number, not {value!r}")
+            found[key] = float(value)
+    if (top_k := content.get("top_k")) not in (None, -1):
+        if not isinstance(top_k, int) or isinstance(top_k, bool):
+            raise ModelConfigError(f"{path}: 'top_k' must be a whole number, not {top_k!r}")
+        found["top_k"] = top_k
+    return found
+
 
 GenerationConfig = Literal["auto", "none"]
 

@@ -11,7 +11,11 @@ After every timed run, each batch runs twice more under the profiler: for one to
               Every prompt is prefilled before any row decodes, so a kernel's first calls are those of prefill
 A decode step is one graph launch; CUPTI reports the kernels inside of it. All runs share one session of the profiler:
 others have seen a second one in a process report no kernels.
-Rounds of speculation come with their stages (round_stages.py), as figures and as a trace.
+Rounds of speculation come with their stages, as figures and as a trace; each round is one captured graph:
+    propose    from the launch's first kernel: draft tokens, by a drafter's layers or a look-up
+    verify     from the window's gather on: the model's layers, its head, the draw
+    accept     the kernel that commits what is kept: last token, length, end and result, by slot
+    observe    to the launch's last kernel: KV of a tree's path, recurrent state, what the proposer is shown
 Without a GPU operators stand in for kernels, by their own time on the CPU, whichever thread ran them.
 """
 
@@ -20,9 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from launch.bench import round_stages
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, tables
 from launch.bench.load.engine_backend import run_batch
 from launch.bench.load.journal import DecodeStep
@@ -31,6 +36,95 @@ from launch.bench.point import Point
 from launch.bench.results import ResultFiles
 from runtime.engine import Engine
 from runtime.frontend.client import PromptRequest
+
+STAGES = ("propose", "verify", "accept", "observe")
+GATHER, COMMIT = "_begin_window_kernel", "_commit_window_kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``calls``: of its kernels. It ends where the next stage of its round begins; microseconds of the trace."""
+
+    name: str
+    start: float
+    end: float
+    calls: int
+
+
+def rounds_of(calls: Sequence[Call]) -> list[list[Stage]]:
+    """The stages of each round among ``calls``, which are in order of their start; without those that are empty.
+
+    A launch is a round if it gathers one window and commits it. Other launches are left out: steps of one token, copies
+    of results. ValueError if launches are not distinguished, so that a round's end cannot be.
+    """
+    found = []
+    by_launch = sorted(enumerate(calls), key=lambda numbered: (numbered[1].launch, numbered[0]))
+    for launch, numbered in groupby(by_launch, key=lambda numbered: numbered[1].launch):
+        replayed = [call for _, call in numbered]
+        names = [call.name for call in replayed]
+        gathers, commits = names.count(GATHER), names.count(COMMIT)
+        if gathers > 1 or commits > 1:
+            raise ValueError(f"launch {launch} has {gathers} calls of {GATHER} and {commits} of {COMMIT}, not one")
+        if gathers == commits == 1 and names.index(GATHER) < names.index(COMMIT):
+            found.append(_stages_of(replayed, names.index(GATHER), names.index(COMMIT)))
+    return sorted(found, key=lambda stages: stages[0].start)
+
+
+def _stages_of(calls: Sequence[Call], gather: int, commit: int) -> list[Stage]:
+    borders = (0, gather, commit, commit + 1, len(calls))
+    ended = max(call.end for call in calls)
+    stages = []
+    for name, first, behind in zip(STAGES, borders, borders[1:], strict=False):
+        if first < behind:
+            end = calls[behind].start if behind < len(calls) else ended
+            stages.append(Stage(name, calls[first].start, end, behind - first))
+    return stages
+
+
+def summary(rounds: Sequence[Sequence[Stage]]) -> dict[str, Any]:
+    """Of each stage: mean microseconds and kernels a round, and its share of the rounds' time. An empty one has 0."""
+    whole = sum(stage.end - stage.start for stages in rounds for stage in stages)
+    found: dict[str, Any] = {"rounds": len(rounds)}
+    for name in STAGES:
+        of_it = [[stage for stage in stages if stage.name == name] for stages in rounds]
+        times = [sum(stage.end - stage.start for stage in stages) for stages in of_it]
+        found[name] = {
+            "us": mean(times),
+            "share": sum(times) / whole,
+            "kernels": mean(sum(stage.calls for stage in stages) for stages in of_it),
+        }
+    return found
+
+
+def text(batch: int, found: dict[str, Any]) -> str:
+    """``summary`` in a line, for people."""
+    parts = [
+        f"{name} {found[name]['us']:.1f} ({found[name]['share']:.1%}, {found[name]['kernels']:.0f} kernels)"
+        for name in STAGES
+    ]
+    return f"batch {batch}, stages of a round, us, {found['rounds']} rounds: {', '.join(parts)}"
+
+
+def trace(calls: Iterable[Call], rounds: Iterable[Sequence[Stage]]) -> dict[str, Any]:
+    """Stages over their kernels as a Chrome trace (JSON object form), for ui.perfetto.dev."""
+    return {"displayTimeUnit": "ms", "traceEvents": [*_events(calls, rounds)]}
+
+
+def _events(calls: Iterable[Call], rounds: Iterable[Sequence[Stage]]) -> Iterator[dict[str, Any]]:
+    for thread, name in ((1, "stages"), (2, "kernels")):
+        yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    for number, stages in enumerate(rounds):
+        for stage in stages:
+            args = {"round": number, "kernels": stage.calls}
+            yield _slice(1, stage.name, stage.start, stage.end, args)
+    for call in calls:
+        yield _slice(2, call.name, call.start, call.end, {"launch": call.launch})
+
+
+def _slice(thread: int, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "X", "pid": 0, "tid": thread, "name": name, "ts": start, "dur": end - start, "args": args}
+
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
@@ -81,15 +175,15 @@ def profiles(engine: Engine, batches: Batches, files: ResultFiles) -> Iterator[s
 def _stages(batch: int, decode: Sequence[Call], files: ResultFiles) -> str:
     """What a round's stages take, for people; the files with them are written."""
     try:
-        rounds = round_stages.rounds_of(decode)
+        rounds = rounds_of(decode)
     except ValueError as error:
         return f"batch {batch}: no stages: {error}"
     if not rounds:
         return f"batch {batch}: no stages: no launch gathers a window and commits it"
-    found = round_stages.summary(rounds)
+    found = summary(rounds)
     files.record(f"b{batch}.stages", found)
-    files.record(f"b{batch}.rounds.trace", round_stages.trace(decode, rounds))
-    return round_stages.text(batch, found)
+    files.record(f"b{batch}.rounds.trace", trace(decode, rounds))
+    return text(batch, found)
 
 
 def _record(engine: Engine, batches: Batches) -> tuple[list[Recorded], Sequence[FunctionEvent]]:

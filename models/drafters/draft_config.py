@@ -162,7 +162,7 @@ class MTPConfig(_InFolder):
 
     @classmethod
     def of_target(cls, target: ModelConfig) -> MTPConfig:
-        """The layer in the target's own checkpoint, under any of the known names (models/drafters/mtp_layouts.py).
+        """The layer in the target's own checkpoint, under any of the known names (models/drafters/load.py).
 
         Raises ValueError where this target's checkpoints have none, or one that is not implemented.
         """

@@ -48,7 +48,7 @@ SPARSE_NAMES = {
 
 class MTPDraft(CheckpointParts):
     """One layer, split over ranks as its layers are, and ``fc`` by its inputs, which every rank has whole. Under other
-    names, and of other blocks: mtp_layouts.py."""
+    names, and of other blocks: load.py."""
 
     checkpoint_names: ClassVar = {
         "fc": "mtp.fc",

@@ -127,7 +127,7 @@ class Decoder(CheckpointParts):
     part -> checkpoint tensor without what follows the last dot (``weight``, ``bias``), ``{}`` standing for the numbers
     of layer and expert in both; several names where checkpoints differ. Tensors whose names begin like one of
     ``unused_tensors`` belong to parts of a checkpoint that are not run with the model. ``mtp_layout``: how checkpoints
-    name an MTP layer, which drafts for the model where it is asked to (models/drafters/mtp_layouts.py); None where
+    name an MTP layer, which drafts for the model where it is asked to (models/drafters/load.py); None where
     none is known. ``family_config``: how its config.json is read.
     """
 

@@ -2,7 +2,7 @@
 
 Knows: when to send, when to wait and for how long, and that the leader learns of this rank's end.
 Does not know: events (payloads are opaque bytes), sockets (links), the rules of agreement (follower.py), relaying for
-other ranks (node_relay.py).
+other ranks (connect.py).
 """
 
 from __future__ import annotations

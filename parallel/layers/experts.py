@@ -1,7 +1,7 @@
 """The experts of a sparse layer over a group: whole experts a rank (expert parallelism), or a shard of each (TP).
 
 Knows: which experts a rank holds, how much of each, and their checkpoint tensors, in either of two layouts.
-Does not know: routing, how an expert is computed (models/kernels), how an order is chosen (expert_balance.py).
+Does not know: routing, how an expert is computed (models/kernels), how an order is chosen (models/expert_load.py).
 Shape letters: E experts of the layer, G those on this rank, N hidden size, I this rank's intermediate features.
 
 Every rank of the group has the same tokens and the same routing, and computes the terms of its own experts; one

@@ -6,16 +6,56 @@ what a group does with its requests.
 A group's load is its unfinished answers, and of two groups with equally many the tokens of their prompts. Answers
 come first because every group replays the bucket of the fullest one; tokens stand for prefill and memory. All answers
 of a request are one group's, which computes its prompt once. A prompt goes to a group that has had one with the same
-beginning (prefix_homes.py) as long as that one has at most SLACK answers more than the least loaded.
+beginning as long as that one has at most SLACK answers more than the least loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 
-from runtime.groups.prefix_homes import PrefixHomes
 from runtime.schedule.plan import Finished
-from runtime.schedule.request import Request
+from runtime.schedule.request import Request, packed
+
+SHORTEST = 64  # tokens; shorter beginnings are not worth another group
+MOST = 1 << 16  # beginnings that are remembered: some 15 MB
+
+
+class PrefixHomes:
+    """The groups that prompts were sent to, by digests of their first 64, 128, 256, ... tokens: a chat finds its own
+    group again, not only one that has the same system prompt. The oldest are forgotten first.
+
+    ``find`` before a prompt is assigned, ``remember`` after it, on every rank in the same order.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._homes: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> list[tuple[int, ...]]:
+        """The groups that had a prompt with the same beginning, for each length there is, the longest first."""
+        found = [homes for key in _beginnings(token_ids, salt) if (homes := self._homes.get(key)) is not None]
+        return found[::-1]
+
+    def remember(self, token_ids: Sequence[int], group: int, salt: str = "") -> None:
+        """The prompt goes to ``group``."""
+        for key in _beginnings(token_ids, salt):
+            homes = self._homes.pop(key, ())
+            self._homes[key] = homes if group in homes else (*homes, group)
+        while len(self._homes) > self._most:
+            self._homes.popitem(last=False)
+
+
+def _beginnings(token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
+    """Digests of the first 64, 128, 256, ... token ids, as far as there are so many, of requests with this salt."""
+    contents, digest = memoryview(packed(token_ids)), blake2b(salt.encode(), digest_size=8)
+    done, length = 0, SHORTEST
+    while length <= len(contents):
+        digest.update(contents[done:length])
+        yield digest.digest()
+        done, length = length, 2 * length
+
 
 _ONE_REQUEST = 1 << 40  # of a load; below it are the tokens
 _MOST = (1 << 63) - 1  # that can be agreed on

@@ -1,7 +1,7 @@
 """What is known of one step, and a bounded store of many of them.
 
 Knows: the fields of a record, their units, how to keep 200,000 of them without work for the garbage collector.
-Does not know: who measures (the engine, observer.py), or what is drawn from it (trace.py).
+Does not know: who measures (the engine, observer.py), or what is drawn from it (timeline.py).
 """
 
 from __future__ import annotations

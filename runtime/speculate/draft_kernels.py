@@ -1,7 +1,7 @@
 """Which implementation of a drafter's bookkeeping runs on a tensor: Triton on CUDA where it is installed, torch
 otherwise.
 
-Knows: how to find the kernels. Does not know: what they compute; draft_rows.py, likeliest.py, newest_state.py and
+Knows: how to find the kernels. Does not know: what they compute; draft_rows.py, likeliest.py, mtp.py and
 synthetic.py hold their torch references.
 """
 

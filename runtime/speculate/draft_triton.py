@@ -1,7 +1,7 @@
 """What a drafter does outside its layers, in Triton, one launch each: rows laid out, a token chosen, a state kept, a
 round's script drawn.
 
-Knows: the arithmetic of draft_rows.py, likeliest.chosen, newest_state.py and synthetic.py, which hold the torch
+Knows: the arithmetic of draft_rows.py, likeliest.chosen, mtp.py and synthetic.py, which hold the torch
 references.
 Does not know: drafters, which words of a record mean what (columns come as tensors, strides included).
 
@@ -145,7 +145,7 @@ def choose(keys_RP: Tensor, ids_V: Tensor | None, size: int) -> Tensor:
 
 
 def keep(bank_SN: Tensor, state_TN: Tensor, rows_B: Tensor, last_B: Tensor, gained_B: Tensor) -> None:
-    """newest_state.keep_newest_in_torch of a contiguous bank. Rows that gained are of different slots."""
+    """mtp.keep_newest_in_torch of a contiguous bank. Rows that gained are of different slots."""
     width = bank_SN.shape[1]
     block = min(_WIDTH, triton.next_power_of_2(width))
     _keep_newest_kernel[(len(rows_B), triton.cdiv(width, block))](

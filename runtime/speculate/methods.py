@@ -30,9 +30,8 @@ from models.drafters.mtp import MTPDraft
 from models.layers.decoder import Decoder
 from runtime.execute.proposer import BranchingProposer, MakeProposer, Proposer, ProposerParts
 from runtime.speculate.dflash import DFlashProposer, require_blocks
-from runtime.speculate.eagle3 import Eagle3Proposer
 from runtime.speculate.guesses import Drafter, drawing
-from runtime.speculate.mtp import MTPProposer
+from runtime.speculate.mtp import Eagle3Proposer, MTPProposer
 from runtime.speculate.ngram import NgramProposer
 from runtime.speculate.synthetic import AnyTokens, scripted
 from runtime.speculate.tree import branching

@@ -1,9 +1,9 @@
-"""The MTP proposer: a layer beyond the target's drafts token after token, each from the one before.
+"""The MTP and EAGLE-3 proposers: a layer beyond the target's drafts token after token, each from the one before.
 
-Knows: what it keeps by slot and in pages. Does not know: the layer's mathematics (models/drafters/mtp.py), rounds,
-acceptance.
+Knows: what it keeps by slot and in pages. Does not know: the layer's mathematics (models/drafters/mtp.py, eagle3.py),
+rounds, acceptance.
 
-    kept by slot     the target's final hidden state at position length - 2
+    kept by slot     the state at position length - 2: the target's final hidden state, or features of several layers
     kept in pages    entry p, of the hidden state at p and of the token at p + 1, for p up to length - 2
 
     draft 1 asks at position length - 2 with that hidden state and the last token: its entry is there already
@@ -21,17 +21,34 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout, SlotState, StateBanks
 from models.drafters.draft_head import DraftHead
+from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MTPDraft
 from models.inputs import StepInputs
-from runtime.execute.proposer import Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Advanced, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.draft_kernels import kernels_for
 from runtime.speculate.draft_rows import chain_rows
 from runtime.speculate.guesses import Drafter, Guesses
-from runtime.speculate.newest_state import keep_newest
+
+
+def keep_newest(bank_SN: Tensor, state_TN: Tensor, advanced: Advanced) -> None:
+    """Slot rows_B[i] of ``bank_SN`` gets row last_B[i] of ``state_TN`` where gained_B[i]; both of one dtype."""
+    if (kernels := kernels_for(bank_SN)) is None:
+        keep_newest_in_torch(bank_SN, state_TN, advanced)
+    else:
+        kernels.keep(bank_SN, state_TN, advanced.rows_B, advanced.last_B, advanced.gained_B)
+
+
+def keep_newest_in_torch(bank_SN: Tensor, state_TN: Tensor, advanced: Advanced) -> None:
+    """The reference of ``keep_newest``."""
+    old_BN = bank_SN.index_select(0, advanced.rows_B)
+    new_BN = state_TN.index_select(0, advanced.last_B)
+    bank_SN.index_copy_(0, advanced.rows_B, torch.where(advanced.gained_B[:, None], new_BN, old_BN))
 
 
 class ChainDraft(Protocol):
@@ -107,3 +124,19 @@ class MTPProposer(ChainProposer):
     def states(self, observed: Observed) -> Tensor:
         assert observed.hidden_TN is not None
         return observed.hidden_TN
+
+
+class Eagle3Proposer(ChainProposer):
+    """``draft``: this rank's share, for the parts' model. ``head``: its LM head; by default the model's."""
+
+    name = "eagle3"
+    reads_hidden = False
+
+    def __init__(self, parts: ProposerParts, draft: Eagle3Draft, head: DraftHead | None = None) -> None:
+        super().__init__(parts, draft, head, draft.embedding or parts.model.embedding)
+        self.layers: tuple[int, ...] = draft.config.layers_of(parts.model.config.layers)
+        self._states = draft.states
+
+    def states(self, observed: Observed) -> Tensor:
+        assert observed.features_TF is not None
+        return self._states(observed.features_TF)

@@ -19,7 +19,7 @@ class WatchdogOptions:
 
     ``bundles``: the job's own folder for the bundles, removed again when that is nothing. ``parent``: the
     folder that jobs share, removed with the last of them. ``whole_process``: the process is this rank's alone, so that
-    its signals are, too (crash_log.py).
+    its signals are, too (shutdown.py).
     """
 
     bundles: Path

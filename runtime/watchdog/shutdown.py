@@ -7,19 +7,75 @@ Does not know: why the job ends (watchdog.py passes the verdict), what a bundle 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
 from parallel.control.errors import Cause, Verdict
 from parallel.control.wire.frames import Kind
-from runtime.watchdog.crash_log import CrashLog, kill
 from runtime.watchdog.crash_report import Evidence, rank_folder, summary_file, write_bundle, write_summary
 from runtime.watchdog.heartbeat import Channel
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.peer_view import PeerView
+
+ASK = signal.SIGUSR2
+_WRITING_SECONDS = 0.2
+_TRIES = 20
+_LONGEST = 1e6  # seconds; what the timer takes
+
+
+class CrashLog:
+    """``crash.txt`` in ``folder``, removed again by ``close`` when there was nothing to say.
+
+    ``whole_process``: fatal signals and ASK are written here too; one log a process may have them. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, whole_process: bool) -> None:
+        self.path = folder / "crash.txt"
+        self._file: TextIO = _opened(self.path)
+        self._whole_process = whole_process
+        if whole_process:
+            faulthandler.enable(self._file)
+            faulthandler.register(ASK, self._file)
+
+    def end_process_in(self, seconds: float) -> None:
+        """Unless this is called again before, the process writes its stacks and exits with code 1 after ``seconds``."""
+        faulthandler.dump_traceback_later(min(seconds, _LONGEST), exit=True, file=self._file)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._whole_process:
+            faulthandler.unregister(ASK)
+            faulthandler.disable()
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
+
+
+def _opened(path: Path) -> TextIO:
+    """A job that ends now may remove the folder that both share, between its making and the opening of the file."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w")
+
+
+def kill(process: int) -> None:
+    """Ends a process of this node that cannot be talked to any more; its stacks are asked for first, stopped or not."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, ASK)
+        os.kill(process, signal.SIGCONT)
+        time.sleep(_WRITING_SECONDS)
+        os.kill(process, signal.SIGKILL)
+
 
 EXIT_CODE = 70  # sysexits.h's EX_SOFTWARE: ended by the watchdog, look at the bundle
 TERMINATED_CODE = 128 + signal.SIGTERM  # a signal from outside, and nothing worse, ended the job

@@ -67,7 +67,7 @@ from parallel.layers.experts import ExpertSplit
 from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
 from runtime.frontend.serve_messages import ITERATION_BUCKETS, Ready, Stats
 from runtime.observe.step_record import AGREEMENT_BOUNDS, StepRecord
-from runtime.observe.trace import Part, write_trace
+from runtime.observe.timeline import Part, write_trace
 from runtime.schedule.request import FinishReason, SamplingParams
 from runtime.watchdog.blame import Sign
 from runtime.watchdog.crash_report import Evidence, write_bundle, write_summary

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from launch.cli import parse
-from launch.ranks.nodelist import first_host
-from launch.ranks.rendezvous import RendezvousError, discover
+from launch.ranks.rendezvous import RendezvousError, discover, first_host
 from launch.values import at_least_one, bounded, counts, integer, number, variable, whole_number, whole_numbers
 
 FOREIGN = ("٣", "３", "²", "1_0", " 1", "1\n", "+1", "", "1.0", "0x1")  # each is a number to some Python function

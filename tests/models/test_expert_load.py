@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.expert_load import ExpertLoad, ExpertLoadError, read_load, start_counting
-from parallel.layers.expert_balance import balanced_order, rank_tokens
+from models.expert_load import ExpertLoad, ExpertLoadError, balanced_order, rank_tokens, read_load, start_counting
 from parallel.layers.experts import ExpertSplit, held_experts
 from tests.models.kernels.paged_driver import PagedDriver
 from tests.models.test_experts import QWEN, load, sparse_mlp

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.ranks.nodelist import first_host
+from launch.ranks.rendezvous import first_host
 
 ROOT = Path(__file__).parents[2]
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu[07-09]"}

@@ -47,7 +47,7 @@ AREAS = {
         models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/ops/rows_nvidia/recurrent
         models/ops/rows_reference/recurrent models/ops/rows_reference/invariant
         models/kernels/attention/invariant models/kernels/matmul/invariant models/kernels/attention/decode_window
-        models/kernels/attention/window models/batch_invariance parallel/comm/ep_exchange
+        parallel/comm/ep_exchange
         parallel/comm/symmetric_exchange parallel/comm/ordered_all_reduce parallel/control/protocol/max_rounds
         models/families/qwen3_next models/families/qwen3_5 models/families/nemotron_h models/block_pattern""",
 }

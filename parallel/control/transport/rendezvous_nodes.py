@@ -2,7 +2,7 @@
 
 Knows: the store by which endpoints and public keys are exchanged, the deadlines of the start.
 Does not know: what is compared (handshake.py), the ranks of one node (rendezvous_local.py), what follows
-(leader_plane.py, node_relay.py).
+(leader_plane.py, connect.py).
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from launch.api.sampling_defaults import sampling_defaults, warmed_for
+from launch.api.sampling_defaults import read_sampling_parameters, sampling_defaults, warmed_for
 from launch.embed import open_engine
 from launch.errors import UsageError
 from launch.generate.command import run
 from launch.generate.options import Command
 from lockstride import EngineConfig, complete
 from models.config import ModelConfigError
-from models.generation_config import read_sampling_parameters
 from runtime.config import EngineConfig as Config
 from runtime.engine import Engine
 from runtime.frontend.client import EngineClient, PromptRequest

@@ -12,13 +12,12 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
 from launch.bench import command as bench
-from launch.bench import profile, round_stages
+from launch.bench import profile
 from launch.bench.kernel_tables import Call, after_prefill, host_side, part, short_name, tables
 from launch.bench.options import BenchCommand
 from launch.bench.point import Point
-from launch.bench.profile import device_calls, host_calls
+from launch.bench.profile import COMMIT, GATHER, STAGES, Stage, device_calls, host_calls, rounds_of, summary
 from launch.bench.results import ResultFiles
-from launch.bench.round_stages import COMMIT, GATHER, STAGES, Stage, rounds_of, summary
 from launch.ranks.start_engine import open_engine
 from tests.launch.api.parsed import parsed
 from tests.runtime.engine.rig import tiny_folder
@@ -156,7 +155,7 @@ def test_stages_of_rounds_that_follow_each_other() -> None:
     assert [sums[name]["us"] for name in STAGES] == [50, 150, 4, 26]
     assert [sums[name]["kernels"] for name in STAGES] == [2, 3, 1, 2]
     assert sum(sums[name]["share"] for name in STAGES) == pytest.approx(1)
-    assert "verify 150.0 (65.2%, 3 kernels)" in round_stages.text(8, sums)
+    assert "verify 150.0 (65.2%, 3 kernels)" in profile.text(8, sums)
 
 
 def test_a_round_without_a_drafter_has_no_stage_behind_the_commit() -> None:
@@ -173,7 +172,7 @@ def test_launches_that_are_not_told_apart_have_no_stages() -> None:
 
 def test_stages_lie_over_their_kernels_in_a_trace() -> None:
     found = replayed(0, 3, *ROUND)
-    slices = [event for event in round_stages.trace(found, rounds_of(found))["traceEvents"] if event["ph"] == "X"]
+    slices = [event for event in profile.trace(found, rounds_of(found))["traceEvents"] if event["ph"] == "X"]
     stages, kernels = ([one for one in slices if one["tid"] == thread] for thread in (1, 2))
     assert [one["name"] for one in stages] == list(STAGES)
     assert [one["name"] for one in kernels] == [call.name for call in found]

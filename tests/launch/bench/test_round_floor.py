@@ -22,8 +22,8 @@ from launch.bench.session import SHAPES
 from models.drafters.dflash import DFlashDraft
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.eagle3 import Eagle3Draft
+from models.drafters.load import BlocksDraft
 from models.drafters.mtp import MTPDraft
-from models.drafters.mtp_layouts import BlocksDraft
 from models.layers.context import ModelContext
 from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank

@@ -18,8 +18,8 @@ from launch.doctor import command as doctor
 from launch.doctor import gpus as doctor_gpus
 from launch.doctor import host as doctor_host
 from launch.doctor import software as doctor_software
-from launch.doctor.agree import AgreeTimes
 from launch.doctor.findings import Finding, Level, Section, worst
+from launch.doctor.host import AgreeTimes
 from launch.doctor.options import DoctorCommand
 from launch.doctor.software import own_requirements, parse_requirement, software
 from tests.launch.api.parsed import parsed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.ranks.nodelist import first_host, hosts
-from launch.ranks.rendezvous import Rendezvous, RendezvousError, check_degrees, discover
+from launch.ranks.rendezvous import Rendezvous, RendezvousError, check_degrees, discover, first_host, hosts
 from parallel.topology import Topology
 
 Environment = dict[str, str]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from parallel.control.connect import RelayPlane
 from parallel.control.errors import Aborted, Disagreement, HandshakeRefused, LostPeer, MissedDeadline
 from parallel.control.follower_plane import FollowerPlane
 from parallel.control.interface import ControlPlane
 from parallel.control.leader_plane import LeaderPlane
-from parallel.control.node_relay import RelayPlane
 from parallel.control.transport.zeromq import (
     Gate,
     KeyPair,

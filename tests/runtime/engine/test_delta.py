@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.batch_invariance import missing_invariance
 from runtime.engine import Engine
+from runtime.model_checks import missing_invariance
 from tests.models.tiny_delta import FAMILIES
 from tests.plant import Op, invariant_kernels, kernels_with
 from tests.runtime.engine.conftest import long, over_model

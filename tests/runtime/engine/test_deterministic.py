@@ -13,13 +13,12 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.batch_invariance import missing_invariance, missing_operations
 from models.ops.select import select_kernels
 from parallel.layers.weight import Weight
 from runtime.config import ConfigError, EngineConfig
 from runtime.execute.proposer import Proposed
 from runtime.execute.slot_state import SlotColumns
-from runtime.model_checks import require_invariance
+from runtime.model_checks import missing_invariance, missing_operations, require_invariance
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching

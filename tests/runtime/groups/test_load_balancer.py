@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from runtime.groups.load_balancer import LoadBalancer
-from runtime.groups.prefix_homes import PrefixHomes
+from runtime.groups.load_balancer import LoadBalancer, PrefixHomes
 from runtime.schedule.plan import Finished
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.runtime.engine.rig import request

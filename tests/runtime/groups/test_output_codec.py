@@ -15,8 +15,7 @@ from runtime.execute.result_reader import StepLogprobs
 from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import OutputRefused, decode_output, encode_output
-from runtime.groups.output_merge import merge_outputs
-from runtime.groups.request_router import RequestRouter
+from runtime.groups.request_router import RequestRouter, merge_outputs
 from runtime.schedule.plan import Admit, Cancel, Finished, StepOutput
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine.rig import request

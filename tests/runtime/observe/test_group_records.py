@@ -12,8 +12,7 @@ import pytest
 from parallel.control.errors import Cause, Verdict
 from runtime.observe.observer import StepObserver
 from runtime.observe.step_record import VOID, StepRecord
-from runtime.observe.timeline import Timeline
-from runtime.observe.trace import DEVICE_THREAD, LANDING_THREAD
+from runtime.observe.timeline import DEVICE_THREAD, LANDING_THREAD, Timeline
 from runtime.schedule.plan import Admit
 from runtime.watchdog.crash_report import STEP_RECORDS, Evidence, write_bundle
 from tests.runtime.engine.group_rigs import MetExchange, accompanied_rig

@@ -25,8 +25,7 @@ from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import RECENT, StepObserver
 from runtime.observe.ranges import around, open_ranges
 from runtime.observe.step_record import VOID, StepRecord
-from runtime.observe.timeline import Timeline
-from runtime.observe.trace import device_times_ns
+from runtime.observe.timeline import Timeline, device_times_ns
 from runtime.schedule.request import Request
 from tests.runtime.engine.rig import RigLimits, request, rig, run
 from tests.runtime.engine.test_depths import mixture, outcome

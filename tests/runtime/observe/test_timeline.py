@@ -20,8 +20,7 @@ from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig
 from runtime.observe.observer import StepObserver
 from runtime.observe.step_record import VOID, StepRecord
-from runtime.observe.timeline import Timeline, part_path
-from runtime.observe.trace import Part, device_times_ns, write_trace
+from runtime.observe.timeline import Part, Timeline, device_times_ns, part_path, write_trace
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.engine.test_depths import mixture
 from tests.runtime.engine.test_speculation import repeating

@@ -21,9 +21,9 @@ from models.registry import config_from_dict
 from runtime.execute.proposer import Observed, ProposerParts
 from runtime.schedule.plan import StepKind
 from runtime.schedule.speculation import Speculation
-from runtime.speculate.eagle3 import Eagle3Proposer
 from runtime.speculate.guesses import ProbabilisticProposer
 from runtime.speculate.methods import check_drafter, proposer_for
+from runtime.speculate.mtp import Eagle3Proposer
 from runtime.speculate.tree import TreeProposer
 from runtime.speculative_config import SpeculativeConfigError, speculative_config
 from tests.models.drafters import serial_oracle

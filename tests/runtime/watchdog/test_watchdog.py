@@ -17,17 +17,15 @@ from unittest.mock import Mock
 
 import pytest
 
-import runtime.watchdog.progress as progress_module
 import runtime.watchdog.watchdog as watchdog_module
 from parallel.comm.call_log import CollectiveError
 from parallel.control.errors import Cause, Disagreement, Verdict
 from parallel.control.interface import ControlPlane, SingleRankControl
 from runtime.schedule.digest import RollingDigest
-from runtime.watchdog.crash_log import CrashLog
 from runtime.watchdog.crash_report import STEP_RECORDS, Evidence, write_bundle
 from runtime.watchdog.options import WatchdogOptions
 from runtime.watchdog.parent_death import OrphanedError, die_with_parent
-from runtime.watchdog.shutdown import EXIT_CODE, TERMINATED_CODE
+from runtime.watchdog.shutdown import EXIT_CODE, TERMINATED_CODE, CrashLog
 from runtime.watchdog.watchdog import Watchdog
 from tests.parallel.control.ranks import run_nodes, run_ranks, short_folder, take_turns
 
@@ -174,8 +172,7 @@ def test_a_parent_that_is_gone_already_is_noticed() -> None:
 
 def test_health_means_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, left = 100.0, list[int]()
-    for module in (progress_module, watchdog_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now))
 
     def listen(timeout: float) -> None:
         nonlocal now
@@ -213,8 +210,7 @@ def test_a_rank_that_was_stopped_made_no_progress_meanwhile(
 ) -> None:
     """The whole job may be suspended. What it stood still before and after counts."""
     now = 100.0
-    for module in (progress_module, watchdog_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now))
     watchdog = Watchdog(SingleRankControl(), WatchdogOptions(tmp_path), leave=lambda code: None)
     monkeypatch.setattr(watchdog, "_last_acts", Mock())
     passing = iter([0.25] * 16 + [stopped] + [0.25] * (40 if ends else 16))
