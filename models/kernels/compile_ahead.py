@@ -51,14 +51,9 @@ def threads_here() -> int:
 
 
 def compile_ahead(
-    works: Iterable[Callable[[], object]],
-    *,
-    threads: int,
-    local_rank: int = 0,
-    local_world: int = 1,
-    bind_thread: Callable[[], object] = lambda: None,
-    progress: Callable[[int, int], None] | None = None,
-) -> int:
+    works: Iterable[Callable[[], object]], *, threads: int, local_rank: int = 0, local_world: int = 1,
+    bind_thread: Callable[[], object] = lambda: None, progress: Callable[[int, int], None] | None = None,
+) -> int:  # fmt: skip
     """Run each of ``works`` without its Triton kernels, and have all of these ready to be launched; says how many.
 
     Torch's own operations run, over memory that no kernel has filled: what is allocated meanwhile is zeroed, so that an

@@ -36,13 +36,9 @@ def wide_linear(x_TN: Tensor, weight_EN: Tensor) -> Tensor:
 
 
 def route_sigmoid(
-    logits_TE: Tensor,
-    bias_E: Tensor,
-    routing: SigmoidRouting,
-    local_E: Tensor,
-    real_T: Tensor,
+    logits_TE: Tensor, bias_E: Tensor, routing: SigmoidRouting, local_E: Tensor, real_T: Tensor,
     load_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See models/ops/contract.py."""
     scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).sigmoid()
     ranked_TE = scores_TE + bias_E

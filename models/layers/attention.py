@@ -50,20 +50,10 @@ class Attention(Mixer[Tensor]):
     batch_invariant = True
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: ModelContext,
-        cos_sin_LR: Tensor,
-        norm: RMSNorm | ResidualAdd,
-        *,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        output_gate: bool = False,
-        spec: AttentionSpec | None = None,
-        edit: nn.Module | None = None,
-    ) -> None:
+        self, config: ModelConfig, context: ModelContext, cos_sin_LR: Tensor, norm: RMSNorm | ResidualAdd, *,
+        q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None, qkv_bias: bool = False, output_bias: bool = False,
+        output_gate: bool = False, spec: AttentionSpec | None = None, edit: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         spec = spec or config.attention_of(0)
         hidden, dim = config.hidden_size, spec.head_dim
@@ -105,13 +95,9 @@ class Attention(Mixer[Tensor]):
             self.kv_factors_2K, (self.key_scales_H1, self.value_scales_H1) = scales_2K.reciprocal(), by_query
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        kv_layer: Tensor,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         if wanted_R is not None and inputs.last_attention is not None and self.edit is None:
             return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
         qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
@@ -146,14 +132,9 @@ class Attention(Mixer[Tensor]):
         return qkv_TX[:, :packed], qkv_TX[:, packed:]
 
     def _forward_wanted(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        kv_layer: Tensor,
-        wanted_R: Tensor,
-        attention: DecodeAttention,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor,
+        wanted_R: Tensor, attention: DecodeAttention,
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``forward`` where only the wanted tokens ask: keys and values of all tokens, queries of these."""
         kernels, weight = self.kernels, self.qkv.weight
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
@@ -190,13 +171,9 @@ class Attention(Mixer[Tensor]):
         return None if self.kv_factors_2K is not None else self.kernels.quantised_for(self.output.own, tokens, dtype)
 
     def _attend_rows(
-        self,
-        qkv_TX: Tensor,
-        rotation: Rotation,
-        attention: DecodeAttention,
-        kv_layer: Tensor,
+        self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor,
         into: Quantised | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Rotates, writes the cache, attends; [T, H, D], or what ``into`` holds then."""
         if self.kv_factors_2K is None:
             return self.kernels.rope_cache_attend(

@@ -24,14 +24,9 @@ class ConvState(ShardedModule):
     """
 
     def __init__(
-        self,
-        channels: int,
-        taps: int,
-        segments: Sequence[tuple[int, int]],
-        context: ModelContext,
-        *,
+        self, channels: int, taps: int, segments: Sequence[tuple[int, int]], context: ModelContext, *,
         bias: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.channels, self.taps = channels, taps
         self.segments = tuple(segments)

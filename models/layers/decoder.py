@@ -46,14 +46,9 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        mixer: Mixer[Any] | None,
-        mlp: GatedMLP | Relu2MLP | SparseMLP | None,
-        *,
-        mixer_post: RMSNorm | None = None,
-        mlp_post: RMSNorm | None = None,
-        scalar: LayerScalar | None = None,
-    ) -> None:
+        self, mixer: Mixer[Any] | None, mlp: GatedMLP | Relu2MLP | SparseMLP | None, *,
+        mixer_post: RMSNorm | None = None, mlp_post: RMSNorm | None = None, scalar: LayerScalar | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.scalar = scalar
         self.mixer_post, self.mlp_post = mixer_post, mlp_post
@@ -67,13 +62,9 @@ class DecoderLayer(nn.Module):
         return None if self.mixer is None else self.mixer.cache
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        cache: CacheView,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, cache: CacheView,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``wanted_R``: the tokens whose results are read; None means all. Only a mixer can leave tokens out."""
         for half in self.halves(inputs, cache, wanted_R):
             x_TN, residual_TN = half(x_TN, residual_TN)

@@ -40,15 +40,10 @@ class DeltaParameters(ShardedModule):
     def rule(self) -> DeltaRule:
         """For Ops.gated_delta."""
         return DeltaRule(
-            k_heads=self.heads.local_kv_heads,
-            v_heads=self.heads.local_heads,
-            k_dim=self.shape.k_dim,
-            v_dim=self.shape.v_dim,
-            decay_log_H=self.decay_log,
-            decay_bias_H=self.decay_bias,
-            norm_V=self.norm,
+            k_heads=self.heads.local_kv_heads, v_heads=self.heads.local_heads, k_dim=self.shape.k_dim,
+            v_dim=self.shape.v_dim, decay_log_H=self.decay_log, decay_bias_H=self.decay_bias, norm_V=self.norm,
             eps=self.eps,
-        )
+        )  # fmt: skip
 
     def shards(self) -> dict[str, Shard]:
         total, first = self.heads.heads, self.heads.first_head
@@ -103,13 +98,9 @@ class GatedDeltaNet(Mixer[StateBanks]):
         return self.kernels.conv_gated_delta(made_TX, self.conv.weight, banks[0], rule, banks[1], rows, positions_T)
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        cache: StateBanks,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, cache: StateBanks,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         if inputs.state is None:
             raise ValueError("a layer with slot state needs StepInputs.state: whose state each row continues")
         projected_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.projection.weight)

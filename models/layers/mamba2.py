@@ -65,19 +65,10 @@ class Mamba2(Mixer[StateBanks]):
     def weights(self) -> Mamba2Weights:
         split, ssm = self.split, self.ssm
         return Mamba2Weights(
-            split.heads,
-            split.shape.head_dim,
-            split.groups,
-            split.shape.state_size,
-            self.conv.weight,
-            self.conv.bias,
-            ssm.A_log,
-            ssm.D,
-            ssm.dt_bias,
-            self.gated_norm.weight,
-            self.eps,
+            split.heads, split.shape.head_dim, split.groups, split.shape.state_size, self.conv.weight, self.conv.bias,
+            ssm.A_log, ssm.D, ssm.dt_bias, self.gated_norm.weight, self.eps,
             0 if split.ranks_a_group > 1 else split.groups,
-        )
+        )  # fmt: skip
 
     @property
     def made_size(self) -> int:
@@ -89,13 +80,9 @@ class Mamba2(Mixer[StateBanks]):
         return self.kernels.mamba2(made_TX, self.weights, cache["window"], cache["state"], rows, positions_T)
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        cache: StateBanks,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, cache: StateBanks,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         if inputs.state is None:
             raise ValueError("a step of a model with Mamba-2 layers needs StepInputs.state")
         projected_TZ, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.in_proj.weight)

@@ -52,13 +52,9 @@ class Mixer(nn.Module, Generic[View]):
         raise NotImplementedError
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        inputs: StepInputs,
-        cache: View,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, cache: View,
         wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
 
         Both results are [R, N] where only some tokens are ``wanted``; all of them update ``cache``.

@@ -21,14 +21,9 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: ModelContext,
-        norm: RMSNorm | ResidualAdd,
-        *,
-        bias: bool = False,
+        self, config: ModelConfig, context: ModelContext, norm: RMSNorm | ResidualAdd, *, bias: bool = False,
         gelu: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.gelu = gelu
         hidden, intermediate = config.hidden_size, config.intermediate_size

@@ -50,28 +50,17 @@ class SparseMLP(nn.Module):
         self.norm = norm
         biases = experts.limit is not None
         self.router = Router(
-            experts.count,
-            hidden,
-            context,
-            bias=self.routing is not None,
-            logit_bias=biases,
-            shared_gate=beside > 0 and experts.shared_gate,
+            experts.count, hidden, context,
+            bias=self.routing is not None, logit_bias=biases, shared_gate=beside > 0 and experts.shared_gate,
             expert_scale=experts.beside_mlp,
-        )
+        )  # fmt: skip
         latent = experts.latent_size
         self.to_latent = Replicated(hidden, latent, context) if latent else None
         self.from_latent = Replicated(latent, hidden, context) if latent else None
         self.experts = ExpertWeights(
-            experts.count,
-            latent or hidden,
-            experts.intermediate_size,
-            context,
-            layer=layer,
-            split=context.experts,
-            gated=experts.activation != "relu2",
-            shared=beside,
-            biases=biases,
-        )
+            experts.count, latent or hidden, experts.intermediate_size, context,
+            layer=layer, split=context.experts, gated=experts.activation != "relu2", shared=beside, biases=biases,
+        )  # fmt: skip
         self.activation: dict[str, Any] = {"limit": experts.limit} if biases else {}
         if experts.activation == "geglu":
             self.activation["gelu"] = True
@@ -82,12 +71,9 @@ class SparseMLP(nn.Module):
         self.load_E: Tensor | None = None
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        real_T: Tensor,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, real_T: Tensor,
         exchange_rows: int | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:
+    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
         experts = self.experts
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)

@@ -277,14 +277,10 @@ def _yarn(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:
     if theta <= 1.0:
         raise ValueError(f"'rope_theta' is {theta:g}, but yarn needs more than 1")
     return YarnRope(
-        theta,
-        factor,
-        original,
-        _positive({"attention_factor": attention_factor}, "attention_factor"),
-        beta_fast=_positive(keys, "beta_fast", 32.0),
-        beta_slow=_positive(keys, "beta_slow", 1.0),
+        theta, factor, original, _positive({"attention_factor": attention_factor}, "attention_factor"),
+        beta_fast=_positive(keys, "beta_fast", 32.0), beta_slow=_positive(keys, "beta_slow", 1.0),
         truncate=bool(keys.pop("truncate", True)),
-    )
+    )  # fmt: skip
 
 
 def _longrope(theta: float, keys: dict[str, Any], max_positions: int) -> Rope:

@@ -55,41 +55,25 @@ class RoutedExperts:
 
 
 def softmax_experts(
-    config: Mapping[str, Any],
-    layers: tuple[int, ...],
-    intermediate_size: int,
-    *,
-    count: str = "num_experts",
-    per_token: int | None = None,
-    renormalise: bool,
-    shared_size: int = 0,
-) -> RoutedExperts:
+    config: Mapping[str, Any], layers: tuple[int, ...], intermediate_size: int, *, count: str = "num_experts",
+    per_token: int | None = None, renormalise: bool, shared_size: int = 0,
+) -> RoutedExperts:  # fmt: skip
     """Of a router that takes a softmax over all experts. ``count``: the key that counts them; ``per_token``: where
     config.json does not say. A shared expert, if any, is gated. Raises ValueError naming the key, also for options of
     other routers."""
     read = ConfigReader(config)
     refuse_other_routers(config, {"shared_expert_intermediate_size"} if shared_size else set())
     return RoutedExperts(
-        count=_count(config, read, count),
-        per_token=read.size("num_experts_per_tok", per_token),
-        intermediate_size=intermediate_size,
-        renormalise=renormalise,
-        layers=layers,
-        shared_size=shared_size,
+        count=_count(config, read, count), per_token=read.size("num_experts_per_tok", per_token),
+        intermediate_size=intermediate_size, renormalise=renormalise, layers=layers, shared_size=shared_size,
         shared_gate=shared_size > 0,
-    )
+    )  # fmt: skip
 
 
 def sigmoid_experts(
-    config: Mapping[str, Any],
-    layers: tuple[int, ...],
-    intermediate_size: int,
-    *,
-    count: str = "n_routed_experts",
-    activation: Literal["swiglu", "relu2"] = "swiglu",
-    shared_size: int = 0,
-    latent_size: int = 0,
-) -> RoutedExperts:
+    config: Mapping[str, Any], layers: tuple[int, ...], intermediate_size: int, *, count: str = "n_routed_experts",
+    activation: Literal["swiglu", "relu2"] = "swiglu", shared_size: int = 0, latent_size: int = 0,
+) -> RoutedExperts:  # fmt: skip
     """Of a router as DeepSeek-V3's; a shared expert has no gate. Raises ValueError naming the key."""
     read = ConfigReader(config)
     experts, per_token = _count(config, read, count), read.size("num_experts_per_tok")
@@ -104,19 +88,11 @@ def sigmoid_experts(
             f"'num_experts_per_tok' {per_token} cannot be chosen"
         )
     return RoutedExperts(
-        count=experts,
-        per_token=per_token,
-        intermediate_size=intermediate_size,
-        renormalise=read.flag("norm_topk_prob", default=True),
-        layers=layers,
-        activation=activation,
-        scoring="sigmoid",
-        groups=groups,
-        top_groups=top_groups,
-        scale=read.number("routed_scaling_factor", 1.0),
-        shared_size=shared_size,
+        count=experts, per_token=per_token, intermediate_size=intermediate_size,
+        renormalise=read.flag("norm_topk_prob", default=True), layers=layers, activation=activation, scoring="sigmoid",
+        groups=groups, top_groups=top_groups, scale=read.number("routed_scaling_factor", 1.0), shared_size=shared_size,
         latent_size=latent_size,
-    )
+    )  # fmt: skip
 
 
 def _count(config: Mapping[str, Any], read: ConfigReader, key: str) -> int:

@@ -163,16 +163,9 @@ class Ops:
         raise NotImplementedError
 
     def decode_attention(
-        self,
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: DecodeAttention,
-        scale: float,
-        out_THD: Tensor | None = None,
-        *,
-        into: Quantised | None = None,
-        kind: AttentionKind = PLAIN,
-    ) -> Tensor:
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None, *,
+        into: Quantised | None = None, kind: AttentionKind = PLAIN,
+    ) -> Tensor:  # fmt: skip
         """Causal attention of the last ``query_len`` tokens of each row over its pages, [T, H, D]; with
         ``inputs.tree_BQ`` of the nodes of a tree, each over its ancestors and all before the tree; not ``causal``, of
         a block, each over all that ``kv_lengths_B`` covers.
@@ -230,16 +223,9 @@ class Ops:
         raise NotImplementedError
 
     def route_top_k(
-        self,
-        logits_TE: Tensor,
-        choices: int,
-        renormalise: bool,
-        local_E: Tensor,
-        real_T: Tensor,
-        load_E: Tensor | None = None,
-        shared: int = 0,
-        scale_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor,
+        load_E: Tensor | None = None, shared: int = 0, scale_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The top ``choices`` experts of each token: float32 weights [T, C] and int32 local expert numbers [T, C].
 
         Weights are the softmax over all E experts in float32, largest first (of equal ones the lower id first), scaled
@@ -257,14 +243,9 @@ class Ops:
         raise NotImplementedError
 
     def route_sigmoid(
-        self,
-        logits_TE: Tensor,
-        bias_E: Tensor,
-        routing: SigmoidRouting,
-        local_E: Tensor,
-        real_T: Tensor,
+        self, logits_TE: Tensor, bias_E: Tensor, routing: SigmoidRouting, local_E: Tensor, real_T: Tensor,
         load_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As route_top_k, of a router whose scores are sigmoid(logits): the experts with the largest score + ``bias``
         (float32) are chosen, and weighed by their score alone.
 
@@ -279,17 +260,9 @@ class Ops:
         raise NotImplementedError
 
     def expert_mlp(
-        self,
-        x_TN: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        weights_TC: Tensor,
-        local_TC: Tensor,
-        *,
-        all_experts: int,
-        limit: float | None = None,
-        gelu: bool = False,
-    ) -> Tensor:
+        self, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
+        limit: float | None = None, gelu: bool = False,
+    ) -> Tensor:  # fmt: skip
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
         Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
@@ -302,14 +275,9 @@ class Ops:
         raise NotImplementedError
 
     def causal_conv(
-        self,
-        x_TC: Tensor,
-        weight_CJ: Tensor,
-        bias_C: Tensor | None,
-        window_SJC: Tensor,
-        rows: StateRows,
+        self, x_TC: Tensor, weight_CJ: Tensor, bias_C: Tensor | None, window_SJC: Tensor, rows: StateRows,
         positions_T: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """silu(sum over j of weight[c, j] x[p - (J - 1) + j, c] (+ bias[c])) of each token at position p, [T, C].
 
         A depthwise causal convolution along each row's sequence. Inputs before the row's new tokens come from
@@ -320,15 +288,9 @@ class Ops:
         raise NotImplementedError
 
     def gated_delta(
-        self,
-        qkv_TC: Tensor,
-        z_TV: Tensor,
-        b_TH: Tensor,
-        a_TH: Tensor,
-        rule: DeltaRule,
-        state_SHVK: Tensor,
+        self, qkv_TC: Tensor, z_TV: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state_SHVK: Tensor,
         rows: StateRows,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The gated delta rule (Yang et al. 2025) along each row's sequence, normed and gated, [T, v_heads * v_dim].
 
         For each value head h, with q, k of its key head, l2-normed, and q scaled by 1 / sqrt(k_dim):
@@ -352,15 +314,9 @@ class Ops:
         raise NotImplementedError
 
     def conv_gated_delta(
-        self,
-        projected_TX: Tensor,
-        weight_CJ: Tensor,
-        window_SJC: Tensor,
-        rule: DeltaRule,
-        state_SHVK: Tensor,
-        rows: StateRows,
-        positions_T: Tensor,
-    ) -> Tensor:
+        self, projected_TX: Tensor, weight_CJ: Tensor, window_SJC: Tensor, rule: DeltaRule, state_SHVK: Tensor,
+        rows: StateRows, positions_T: Tensor,
+    ) -> Tensor:  # fmt: skip
         """gated_delta after causal_conv of q | k | v. ``projected``: q | k | v | z | b | a, as ``rule.widths``.
 
         Slots and positions must be older than the launch that made ``projected``.
@@ -368,14 +324,9 @@ class Ops:
         raise NotImplementedError
 
     def mamba2(
-        self,
-        projected_TZ: Tensor,
-        weights: Mamba2Weights,
-        window_SJC: Tensor,
-        state_SHPM: Tensor,
-        rows: StateRows,
+        self, projected_TZ: Tensor, weights: Mamba2Weights, window_SJC: Tensor, state_SHPM: Tensor, rows: StateRows,
         positions_T: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """What a Mamba-2 mixer does between its two projections, [T, Z] -> [T, X]; recurrent/mamba2.py has the formulas
         and the letters.
 
@@ -398,14 +349,9 @@ class Ops:
         raise NotImplementedError
 
     def add_norm_gate_up(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight: Weight,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight,
         into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns (gate_up(rms_norm(residual'), weight) [T, I], residual'), the latter as in add_norm_linear.
 
         May overwrite x and residual.
@@ -417,16 +363,9 @@ class Ops:
         raise NotImplementedError
 
     def rope_cache_attend(
-        self,
-        qkv_TX: Tensor,
-        heads: int,
-        kv_layer: Tensor,
-        rotation: Rotation,
-        inputs: DecodeAttention,
-        scale: float,
-        into: Quantised | None = None,
-        kind: AttentionKind = PLAIN,
-    ) -> Tensor:
+        self, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float,
+        into: Quantised | None = None, kind: AttentionKind = PLAIN,
+    ) -> Tensor:  # fmt: skip
         """decode_attention(rope_and_cache(...)), [T, H, D].
 
         Like lengths and pages in decode_attention, positions and slots must be older than the launch that made qkv.

@@ -61,14 +61,9 @@ class NvidiaOps(_NvidiaOps):
     name = "hopper"
 
     def __init__(
-        self,
-        device: torch.device | str,
-        *,
-        choices: ChoiceTable | None = None,
-        prefill: PrefillWanted = "auto",
-        flashinfer: FlashInferSwitches = NO_SWITCHES,
-        depth: int = 2,
-    ) -> None:
+        self, device: torch.device | str, *, choices: ChoiceTable | None = None, prefill: PrefillWanted = "auto",
+        flashinfer: FlashInferSwitches = NO_SWITCHES, depth: int = 2,
+    ) -> None:  # fmt: skip
         super().__init__(device)
         self.matmul = TunedProducts(self.device, self.traits, choices)
         self.prefill = Prefill(self.device, prefill, self.traits, flashinfer, depth)

@@ -20,16 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def select_kernels(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    prefill_attention: PrefillWanted = "auto",
-    flashinfer: FlashInferSwitches = NO_SWITCHES,
-    *,
-    deterministic: bool = False,
-    depth: int = 2,
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, prefill_attention: PrefillWanted = "auto",
+    flashinfer: FlashInferSwitches = NO_SWITCHES, *, deterministic: bool = False, depth: int = 2,
     fp8_activations: str = "auto",
-) -> Ops:
+) -> Ops:  # fmt: skip
     """The fastest kernels that run on ``device``; the reference on CPUs and wherever the others cannot run.
 
     One warning says what is slower, why, and how to change it. ``prefill_attention``: the implementation to prefer

@@ -123,14 +123,9 @@ class TunedProducts:
         return run(_whole(x_TN, weight), weight, **options)[0]
 
     def add_norm_gate_up(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        weight: Weight,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight,
         into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if weight.parts:
             hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
             return norm.silu_mul(hidden_T2I, self.pdl, into), residual_TN
@@ -315,15 +310,9 @@ class TunedProducts:
         return refuses is None or refuses(self, shape, choice, measured_rows) is None
 
     def run(
-        self,
-        x_MK: Activations,
-        weight: Weight,
-        choice: Choice,
-        *,
-        gate_up: bool,
-        buffers: PeerBuffers | None = None,
+        self, x_MK: Activations, weight: Weight, choice: Choice, *, gate_up: bool, buffers: PeerBuffers | None = None,
         into: Quantised | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """``linear`` by ``choice``, with SiLU-mul after it where ``gate_up``; pushed into ``buffers``, or as codes in
         ``into``, where given."""
         run, _ = product(self, LinearShape.of(x_MK, weight, gate_up=gate_up), choice, into is not None)
@@ -331,17 +320,9 @@ class TunedProducts:
         return run(_whole(x_MK, weight), weight, **options)[0]
 
     def run_normed(
-        self,
-        x_MK: Tensor,
-        residual_MK: Tensor | None,
-        norm_K: Tensor,
-        eps: float,
-        weight: Weight,
-        choice: Choice,
-        *,
-        gate_up: bool,
-        into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, x_MK: Tensor, residual_MK: Tensor | None, norm_K: Tensor, eps: float, weight: Weight, choice: Choice, *,
+        gate_up: bool, into: Quantised | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(``run`` of rms_norm(x + residual), x + residual), in one kernel where ``choice`` fuses them.
 
         May overwrite ``residual`` and, in large steps, ``x`` (norm.py).

@@ -213,18 +213,10 @@ def _all_reduce_kernel(
 
 
 def all_reduce_rows(
-    x_TN: Tensor,
-    buffers: PeerBuffers,
-    *,
-    residual_TN: Tensor | None = None,
-    norm_N: Tensor | None = None,
-    eps: float = 0.0,
-    pushed: bool = False,
-    two_shot: bool = False,
-    scatter: bool = False,
-    into: Quantised | None = None,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
+    x_TN: Tensor, buffers: PeerBuffers, *, residual_TN: Tensor | None = None, norm_N: Tensor | None = None,
+    eps: float = 0.0, pushed: bool = False, two_shot: bool = False, scatter: bool = False,
+    into: Quantised | None = None, pdl: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum over ranks of ``x`` [T, N], returned twice; with ``norm_N``, (rms_norm(residual') * norm, residual')
     where residual' = sum + residual, rounded to x's dtype after the sum and again after the addition. Fresh tensors.
 

@@ -165,15 +165,9 @@ def _gather_kernel(
 
 
 def dispatch_rows(
-    hidden_TN: Tensor,
-    weights_TC: Tensor,
-    ids_TC: Tensor,
-    rows: int,
-    local_E: Tensor,
-    buffers: PeerBuffers,
-    *,
+    hidden_TN: Tensor, weights_TC: Tensor, ids_TC: Tensor, rows: int, local_E: Tensor, buffers: PeerBuffers, *,
     pdl: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``hidden``, ``weights`` float32 and local expert numbers int32 of R * rows tokens, rank 0's first. Fresh tensors.
 
     A rank's T tokens are padded to ``rows`` with zeros and ids of -1. A local number is ``local_E[id]``, int32, or -1

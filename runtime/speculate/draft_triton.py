@@ -97,17 +97,9 @@ def _script_kernel(
 
 
 def lay_out(
-    rows_B: Tensor,
-    last_token_B: Tensor,
-    length_B: Tensor,
-    finished_B: Tensor,
-    block_table_SP: Tensor,
-    count: int,
-    *,
-    block_size: int,
-    positions: int,
-    mask_token: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows_B: Tensor, last_token_B: Tensor, length_B: Tensor, finished_B: Tensor, block_table_SP: Tensor, count: int, *,
+    block_size: int, positions: int, mask_token: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Parts of DraftRows of slots ``rows_B`` (int64, contiguous): live_B, page_table_BP, positions, kv_slots, entries,
     and tokens_BQ, which means nothing of a chain. ``mask_token``: of blocks; None of chains.
 

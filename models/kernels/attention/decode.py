@@ -162,24 +162,10 @@ def _decode_attention_kernel(
 
 
 def decode_attention(
-    q_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    rule: SplitRule,
-    scale: float,
-    workspace: Tensor,
-    counters: Tensor,
-    *,
-    rotation: Rotation | None = None,
-    out_THD: Activations | None = None,
-    stages: int,
-    warps: int,
-    pdl: bool,
-    merged: int | None = None,
-    apart: bool = False,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, rule: SplitRule, scale: float,
+    workspace: Tensor, counters: Tensor, *, rotation: Rotation | None = None, out_THD: Activations | None = None,
+    stages: int, warps: int, pdl: bool, merged: int | None = None, apart: bool = False, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     """See Ops.decode_attention, or with ``rotation`` Ops.rope_cache_attend: q_TX is packed qkv then, and
     query_len 1.
 

@@ -195,17 +195,9 @@ class DecodeChoice:
             if pairs < _FEW_LISTED and inputs.query_len == 1:
                 splits = _MOST_OF_FEW
         return choose_rule(
-            rows,
-            kv_heads,
-            query_rows,
-            head_dim,
-            inputs.max_kv_length,
-            block=block_n,
-            longest=longest,
-            fewest=fewest,
-            most=splits,
-            room=self.room,
-        )
+            rows, kv_heads, query_rows, head_dim, inputs.max_kv_length,
+            block=block_n, longest=longest, fewest=fewest, most=splits, room=self.room,
+        )  # fmt: skip
 
     def fits(self, rule: SplitRule, rows: int, kv_heads: int, query_rows: int, head_dim: int) -> bool:
         """Whether there is room for the partial results of this layer, which may not be that of the rule."""

@@ -239,25 +239,10 @@ def supports_tma(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n:
 
 
 def attend_list(
-    q_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    work: DecodeWork,
-    scale: float,
-    workspace: Tensor,
-    counters: Tensor,
-    *,
-    rotation: Rotation | None = None,
-    out_THD: Activations | None = None,
-    tma: bool,
-    block_n: int,
-    stages: int,
-    warps: int,
-    programs: int,
-    pdl: bool,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, work: DecodeWork, scale: float,
+    workspace: Tensor, counters: Tensor, *, rotation: Rotation | None = None, out_THD: Activations | None = None,
+    tma: bool, block_n: int, stages: int, warps: int, programs: int, pdl: bool, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     """decode.decode_attention over ``work``, which plan_decode made of the same ``inputs``. Returns [T, H, D].
 
     ``tma``: for what ``supports_tma`` accepts, and a plain ``kind``. ``block_n`` divides the rule's ``block``.

@@ -226,17 +226,9 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    out: Activations,
-    heads: int,
-    head_dim: int,
-    inputs: DecodeAttention,
-    rule: SplitRule,
-    kv_heads: int,
-    partial: Tensor,
-    stats: Tensor,
-    pdl: bool,
-    kind: AttentionKind = PLAIN,
-) -> None:
+    out: Activations, heads: int, head_dim: int, inputs: DecodeAttention, rule: SplitRule, kv_heads: int,
+    partial: Tensor, stats: Tensor, pdl: bool, kind: AttentionKind = PLAIN,
+) -> None:  # fmt: skip
     """Merges into ``out`` what the launch before it kept APART. In split order, so bits are always the same."""
     rows = inputs.kv_lengths_B.shape[0]
     real_rows = power_of_two_from(heads // kv_heads * inputs.query_len)

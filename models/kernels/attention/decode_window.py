@@ -134,20 +134,9 @@ def supports(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int
 
 
 def attend_windows(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    work: DecodeWork,
-    scale: float,
-    workspace: Tensor,
-    counters: Tensor,
-    *,
-    out_THD: Activations | None = None,
-    stages: int,
-    warps: int,
-    programs: int,
-    pdl: bool,
-) -> Tensor:
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, work: DecodeWork, scale: float, workspace: Tensor,
+    counters: Tensor, *, out_THD: Activations | None = None, stages: int, warps: int, programs: int, pdl: bool,
+) -> Tensor:  # fmt: skip
     """decode_list.attend_list for what ``supports`` accepts: query_len tokens of each row, rotated before. A block
     of keys is that of the list's rule."""
     _, _, page, kv_heads, head_dim = kv_layer.shape

@@ -85,18 +85,9 @@ def choose_splits(rows: int, kv_heads: int, max_kv_length: int, block_n: int, pr
 
 
 def choose_rule(
-    rows: int,
-    kv_heads: int,
-    query_rows: int,
-    head_dim: int,
-    max_kv_length: int,
-    *,
-    block: int,
-    longest: int,
-    fewest: int,
-    room: int,
-    most: int = MOST_SPLITS,
-) -> SplitRule:
+    rows: int, kv_heads: int, query_rows: int, head_dim: int, max_kv_length: int, *, block: int, longest: int,
+    fewest: int, room: int, most: int = MOST_SPLITS,
+) -> SplitRule:  # fmt: skip
     """The rule of a bucket of ``rows``: ``fewest`` splits a row; up to ``most`` where one had over ``longest`` keys.
 
     ``room``: floats of the workspace, which no step can overflow: every row may be ``max_kv_length`` long.

@@ -76,11 +76,8 @@ def build_in_background(spec: Any) -> Path:
     with log.open("ab") as said:
         builder = subprocess.Popen(
             [sys.executable, "-I", str(_BUILDER), str(os.getpid()), *(str(path.resolve()) for path in paths)],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     _started.append(builder)
     return log
 

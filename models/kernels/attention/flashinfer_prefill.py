@@ -64,20 +64,11 @@ class PagedPrefill:
         indices = inputs.page_table_BP.reshape(-1).index_select(0, _pinned(wanted).to(self._device, non_blocking=True))
         wrapper = self.ring.take()
         wrapper.plan(
-            _pinned(_starts(inputs.query_lengths, inputs.first_token)),
-            _pinned(_starts(pages)),
-            indices,
-            _pinned([(length - 1) % page + 1 for length in inputs.kv_lengths]),
-            heads,
-            kv_heads,
-            head_dim,
-            page,
-            causal=True,
-            sm_scale=head_dim**-0.5,
-            q_data_type=kv_layer.dtype,
-            kv_data_type=kv_layer.dtype,
+            _pinned(_starts(inputs.query_lengths, inputs.first_token)), _pinned(_starts(pages)), indices,
+            _pinned([(length - 1) % page + 1 for length in inputs.kv_lengths]), heads, kv_heads, head_dim, page,
+            causal=True, sm_scale=head_dim**-0.5, q_data_type=kv_layer.dtype, kv_data_type=kv_layer.dtype,
             seq_lens=_pinned(inputs.kv_lengths),
-        )
+        )  # fmt: skip
         self.ring.queued()
         return wrapper
 
@@ -130,21 +121,10 @@ class RepeatedPaged:
         ends[0] = 0
         ones = torch.ones(rows, dtype=torch.int32)
         self._wrapper.plan(
-            ends,
-            self._page_starts,
-            page_table_BP.view(-1),
-            ones,
-            heads,
-            kv_heads,
-            head_dim,
-            page,
-            causal=True,
-            sm_scale=head_dim**-0.5,
-            q_data_type=kv_layer.dtype,
-            kv_data_type=kv_layer.dtype,
-            seq_lens=ones * max_tokens,
-            non_blocking=False,
-        )
+            ends, self._page_starts, page_table_BP.view(-1), ones, heads, kv_heads, head_dim, page,
+            causal=True, sm_scale=head_dim**-0.5, q_data_type=kv_layer.dtype, kv_data_type=kv_layer.dtype,
+            seq_lens=ones * max_tokens, non_blocking=False,
+        )  # fmt: skip
         wrapper = self._wrapper
         size = wrapper._pin_memory_int_workspace_buffer.shape
 
@@ -196,13 +176,9 @@ class _PlanPlace:
     plan that was captured, None where the first one is."""
 
     def __init__(
-        self,
-        module: Any,
-        on_device: Tensor,
-        ring: PinnedRing[Tensor],
-        numbers: tuple[int, ...],
+        self, module: Any, on_device: Tensor, ring: PinnedRing[Tensor], numbers: tuple[int, ...],
         layout: list[int] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._module, self._on_device, self.ring, self._numbers, self._layout = module, on_device, ring, numbers, layout
         self._unused = torch.empty(1, dtype=torch.uint8, device=on_device.device)  # where fa2 keeps what it splits
         self._starts = torch.empty(2, dtype=torch.int32, device=on_device.device)  # fa3 reads the plan's instead
@@ -233,27 +209,15 @@ class _PlanPlace:
         """Launch attention over consecutive keys."""
         scale = q_THD.shape[-1] ** -0.5
         self._module.ragged_run(
-            self._unused,
-            self._on_device,
-            self._layout,
-            q_THD,
-            keys_SKD,
-            values_SKD,
-            self._starts,
-            self._starts,
-            out,
+            self._unused, self._on_device, self._layout, q_THD, keys_SKD, values_SKD, self._starts, self._starts, out,
             None,  # log-sum-exp
-            _CAUSAL,
-            _NHD,
+            _CAUSAL, _NHD,
             -1,  # no window
             False,  # no dependent launch
             *(None,) * 6,  # masks, slopes and items
             0.0,  # no soft cap
-            scale,
-            1.0,
-            1e4,
-            0,
-        )
+            scale, 1.0, 1e4, 0,
+        )  # fmt: skip
 
 
 def _pinned_bytes(size: torch.Size) -> Tensor:

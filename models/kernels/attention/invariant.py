@@ -354,48 +354,21 @@ def listed_tiles(inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> Tile
 
 
 def prefill_attention(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    page_table_BP: Tensor,
-    planned: Tiles | RepeatedTiles,
-    scale: float,
-    *,
-    programs: int,
-    chunk: int = CHUNK,
-    pdl: bool,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    q_THD: Tensor, kv_layer: Tensor, page_table_BP: Tensor, planned: Tiles | RepeatedTiles, scale: float, *,
+    programs: int, chunk: int = CHUNK, pdl: bool, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     """prefill.launch_over_tiles, in chunks of ``chunk`` keys."""
     return launch_over_tiles(
-        _invariant_prefill_kernel,
-        q_THD,
-        kv_layer,
-        page_table_BP,
-        planned,
-        scale,
-        blocks=blocks_for(q_THD.dtype, q_THD.shape[2]),
-        programs=programs,
-        pdl=pdl,
-        kind=kind,
-        LENGTH=chunk,
-    )
+        _invariant_prefill_kernel, q_THD, kv_layer, page_table_BP, planned, scale,
+        blocks=blocks_for(q_THD.dtype, q_THD.shape[2]), programs=programs, pdl=pdl, kind=kind, LENGTH=chunk,
+    )  # fmt: skip
 
 
 def decode_attention(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    scale: float,
-    workspace: Tensor,
-    counters: Tensor,
-    *,
-    out_THD: Tensor | None = None,
-    multiprocessors: int,
-    sharing: int | None = None,
-    chunk: int = CHUNK,
-    pdl: bool,
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, workspace: Tensor, counters: Tensor, *,
+    out_THD: Tensor | None = None, multiprocessors: int, sharing: int | None = None, chunk: int = CHUNK, pdl: bool,
     kind: AttentionKind = PLAIN,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See Ops.decode_attention. ``sharing``: programs that share a row's chunks, by default as many as are likely
     fast; no bit depends on it. ``workspace`` float32 has room for the results of all chunks, or a program takes all of
     a row's; ``counters`` int32 are zero and left zero; both are for one stream.

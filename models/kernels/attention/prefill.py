@@ -203,27 +203,15 @@ class TiledPrefill:
         return RepeatedTiles(self._device, len(page_table_BP), max_tokens, self._tokens_of_a_tile(heads, kv_layer))
 
     def run(
-        self,
-        q_THD: Tensor,
-        kv_layer: Tensor,
-        inputs: PrefillAttention,
-        planned: Tiles | RepeatedTiles,
-        scale: float,
+        self, q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, planned: Tiles | RepeatedTiles, scale: float,
         kind: AttentionKind = PLAIN,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See Ops.prefill_attention. ``planned`` must be of the same shapes."""
         blocks = blocks_for(q_THD.dtype, q_THD.shape[-1], self._shared_bytes)
         return prefill_attention(
-            q_THD,
-            kv_layer,
-            inputs.page_table_BP,
-            planned,
-            scale,
-            blocks=blocks,
-            programs=self._programs,
-            pdl=self._pdl,
-            kind=kind,
-        )
+            q_THD, kv_layer, inputs.page_table_BP, planned, scale,
+            blocks=blocks, programs=self._programs, pdl=self._pdl, kind=kind,
+        )  # fmt: skip
 
     def _tokens_of_a_tile(self, heads: int, kv_layer: Tensor) -> int:
         *_, kv_heads, head_dim = kv_layer.shape
@@ -232,19 +220,9 @@ class TiledPrefill:
 
 
 def launch_over_tiles(
-    kernel: Any,
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    page_table_BP: Tensor,
-    planned: Tiles | RepeatedTiles,
-    scale: float,
-    *,
-    blocks: Blocks,
-    programs: int,
-    pdl: bool,
-    kind: AttentionKind = PLAIN,
-    **constants: int,
-) -> Tensor:
+    kernel: Any, q_THD: Tensor, kv_layer: Tensor, page_table_BP: Tensor, planned: Tiles | RepeatedTiles, scale: float,
+    *, blocks: Blocks, programs: int, pdl: bool, kind: AttentionKind = PLAIN, **constants: int,
+) -> Tensor:  # fmt: skip
     """See Ops.prefill_attention. Output outside the tiles of ``planned`` is undefined; ``programs`` at most run."""
     tokens, heads, head_dim = q_THD.shape
     _, _, page, kv_heads, _ = kv_layer.shape

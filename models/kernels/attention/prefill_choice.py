@@ -39,13 +39,9 @@ class Prefill:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        wanted: PrefillWanted,
-        traits: DeviceTraits,
-        switches: FlashInferSwitches = NO_SWITCHES,
-        depth: int = 2,
-    ) -> None:
+        self, device: torch.device, wanted: PrefillWanted, traits: DeviceTraits,
+        switches: FlashInferSwitches = NO_SWITCHES, depth: int = 2,
+    ) -> None:  # fmt: skip
         self._depth = depth
         self._device, self._wanted, self._traits, self._switches = device, wanted, traits, switches
         self._backend = "fa2"  # FlashInfer's backend; fa3 on sm_90

@@ -182,20 +182,10 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 
 
 def expert_mlp(
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    pdl: bool,
-    tiles: tuple[Tiles, Tiles] | None = None,
-    *,
-    all_experts: int,
-    shared_bytes: int = H200.shared_bytes,
-    narrow: bool = False,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> Tensor:
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool,
+    tiles: tuple[Tiles, Tiles] | None = None, *, all_experts: int, shared_bytes: int = H200.shared_bytes,
+    narrow: bool = False, limit: float | None = None, gelu: bool = False,
+) -> Tensor:  # fmt: skip
     """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
     program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises bfloat16 activations, too, once
     for all experts."""
@@ -251,18 +241,9 @@ def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
 
 
 def _grouped(
-    x: Activations,
-    weight: Weight,
-    share_TC: Tensor | None,
-    out_PO: Tensor,
-    order_GT: Tensor,
-    counts_G: Tensor,
-    choices: int,
-    pdl: bool,
-    tiles: Tiles,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> None:
+    x: Activations, weight: Weight, share_TC: Tensor | None, out_PO: Tensor, order_GT: Tensor, counts_G: Tensor,
+    choices: int, pdl: bool, tiles: Tiles, limit: float | None = None, gelu: bool = False,
+) -> None:  # fmt: skip
     experts, weight_rows, inner = weight.cells.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
     narrow, four_bits = isinstance(x, Quantised), weight.format.code is not None

@@ -121,16 +121,9 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 
 
 def expert_mlp(
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    pdl: bool,
-    tiles: LongListTiles,
-    *,
-    gelu: bool = False,
-) -> Tensor:
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, tiles: LongListTiles,
+    *, gelu: bool = False,
+) -> Tensor:  # fmt: skip
     """See models/ops/contract.py. Of weights without scales."""
     tokens, choices = local_TC.shape
     if tokens == 0:
@@ -162,19 +155,9 @@ def expert_mlp(
 
 
 def _grouped(
-    in_PK: Tensor,
-    weight: TensorDescriptor,
-    scale: Tensor | None,
-    out: Tensor,
-    order_GT: Tensor,
-    counts_G: Tensor,
-    choices: int,
-    pdl: bool,
-    tiles: Tiles,
-    most: int,
-    split: int = 1,
-    gelu: bool = False,
-) -> None:
+    in_PK: Tensor, weight: TensorDescriptor, scale: Tensor | None, out: Tensor, order_GT: Tensor, counts_G: Tensor,
+    choices: int, pdl: bool, tiles: Tiles, most: int, split: int = 1, gelu: bool = False,
+) -> None:  # fmt: skip
     (experts, capacity), (pairs, inner), outputs = order_GT.shape, in_PK.shape, out.shape[-1]
     gated = len(weight.shape) == 3
     weight_rows = 2 * outputs if gated else outputs

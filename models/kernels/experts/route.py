@@ -170,17 +170,9 @@ def _order_kernel(
 
 
 def route_top_k(
-    logits_TE: Tensor,
-    choices: int,
-    renormalise: bool,
-    local_E: Tensor,
-    real_T: Tensor,
-    load_E: Tensor | None = None,
-    shared: int = 0,
-    scale_E: Tensor | None = None,
-    *,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
+    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, load_E: Tensor | None = None,
+    shared: int = 0, scale_E: Tensor | None = None, *, pdl: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See models/ops/contract.py."""
     (tokens, pitch), experts, columns = logits_TE.shape, len(local_E) - shared, choices + shared
     weights_TC = torch.empty(tokens, columns, dtype=torch.float32, device=logits_TE.device)
@@ -199,15 +191,9 @@ def route_top_k(
 
 
 def route_sigmoid(
-    logits_TE: Tensor,
-    bias_E: Tensor,
-    routing: SigmoidRouting,
-    local_E: Tensor,
-    real_T: Tensor,
-    load_E: Tensor | None = None,
-    *,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor, routing: SigmoidRouting, local_E: Tensor, real_T: Tensor,
+    load_E: Tensor | None = None, *, pdl: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See models/ops/contract.py; logits and bias are float32."""
     (tokens, experts), columns = logits_TE.shape, routing.choices + routing.shared
     weights_TC = torch.empty(tokens, columns, dtype=torch.float32, device=logits_TE.device)

@@ -203,17 +203,9 @@ def full_programs(multiprocessors: int) -> int:
 
 
 def expert_mlp(
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    pdl: bool,
-    *,
-    multiprocessors: int = H200.multiprocessors,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> Tensor:
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, *,
+    multiprocessors: int = H200.multiprocessors, limit: float | None = None, gelu: bool = False,
+) -> Tensor:  # fmt: skip
     """See the contract (models/ops)."""
     _, hidden, inner = down.data.shape
     tokens, choices = local_TC.shape

@@ -115,16 +115,9 @@ def _four_bit_down_kernel(
 
 
 def expert_mlp(
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    pdl: bool,
-    *,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> Tensor:
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, *,
+    limit: float | None = None, gelu: bool = False,
+) -> Tensor:  # fmt: skip
     """See the contract (models/ops). Both matrices are of four bits."""
     hidden, inner = down.outputs, down.inner
     tokens, choices = local_TC.shape

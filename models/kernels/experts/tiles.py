@@ -54,14 +54,9 @@ def without_lists(tokens: int, choices: int, experts: int) -> bool:
 
 
 def default_tiles(
-    mean: float,
-    hidden: int,
-    inner: int,
-    dtype: torch.dtype = torch.bfloat16,
-    up_rows: int | None = None,
-    *,
+    mean: float, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, up_rows: int | None = None, *,
     shared_bytes: int = H200.shared_bytes,
-) -> tuple[Tiles, Tiles]:
+) -> tuple[Tiles, Tiles]:  # fmt: skip
     """Tiles of gate-up [G, 2 * inner, hidden] and down [G, hidden, inner] for lists of ``mean`` tokens on average.
 
     ``up_rows``: rows of an expert's first matrix, ``inner`` where it has no gate. ``shared_bytes``: the most shared

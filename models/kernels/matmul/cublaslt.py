@@ -66,18 +66,9 @@ class Linear:
         )
         found, count = (_Heuristic * most)(), c_int()
         self._call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            self._handle,
-            problem.operation,
-            problem.weight,
-            problem.inputs,
-            problem.outputs,
-            problem.outputs,
-            preference,
-            most,
-            found,
-            byref(count),
-        )
+            "cublasLtMatmulAlgoGetHeuristic", self._handle, problem.operation, problem.weight, problem.inputs,
+            problem.outputs, problem.outputs, preference, most, found, byref(count),
+        )  # fmt: skip
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         return [bytes(found[i].algorithm).hex() for i in range(count.value) if found[i].state == 0]
 
@@ -85,15 +76,9 @@ class Linear:
         """Whether the library can run ``algorithm``, found for other rows, on this shape and in our workspace."""
         problem, checked = self._problem(rows, outputs, inner, dtype), _Heuristic()
         status = self._library.cublasLtMatmulAlgoCheck(
-            self._handle,
-            problem.operation,
-            problem.weight,
-            problem.inputs,
-            problem.outputs,
-            problem.outputs,
-            byref(_Algorithm.from_buffer_copy(bytes.fromhex(algorithm))),
-            byref(checked),
-        )
+            self._handle, problem.operation, problem.weight, problem.inputs, problem.outputs, problem.outputs,
+            byref(_Algorithm.from_buffer_copy(bytes.fromhex(algorithm))), byref(checked),
+        )  # fmt: skip
         return bool(status == 0) and checked.state == 0 and checked.workspace <= self._workspace.numel()
 
     def run(self, x_MK: Tensor, weight_OK: Tensor, algorithm: str, out_MO: Tensor | None = None) -> Tensor:
@@ -105,24 +90,12 @@ class Linear:
         one, zero = c_float(1.0), c_float(0.0)
         out = c_void_p(out_MO.data_ptr())
         self._call(
-            "cublasLtMatmul",
-            self._handle,
-            problem.operation,
-            byref(one),
-            c_void_p(weight_OK.data_ptr()),
-            problem.weight,
-            c_void_p(x_MK.data_ptr()),
-            problem.inputs,
-            byref(zero),
-            out,
-            problem.outputs,
-            out,
-            problem.outputs,
-            byref(_Algorithm.from_buffer_copy(bytes.fromhex(algorithm))),
-            c_void_p(self._workspace.data_ptr()),
-            c_size_t(self._workspace.numel()),
+            "cublasLtMatmul", self._handle, problem.operation, byref(one), c_void_p(weight_OK.data_ptr()),
+            problem.weight, c_void_p(x_MK.data_ptr()), problem.inputs, byref(zero), out, problem.outputs, out,
+            problem.outputs, byref(_Algorithm.from_buffer_copy(bytes.fromhex(algorithm))),
+            c_void_p(self._workspace.data_ptr()), c_size_t(self._workspace.numel()),
             c_void_p(torch.cuda.current_stream(x_MK.device).cuda_stream),
-        )
+        )  # fmt: skip
         return out_MO
 
     def _problem(self, rows: int, outputs: int, inner: int, dtype: torch.dtype) -> _Problem:

@@ -328,23 +328,10 @@ def workspace_floats(rows: int, weight_rows: int, block_m: int, split: int) -> i
 
 
 def four_bits(
-    x_MK: Tensor,
-    weight: Weight,
-    partial: Tensor,
-    counters: Tensor,
-    *,
-    gate_up: bool = False,
-    block_m: int,
-    block_o: int,
-    block_k: int,
-    parts: int,
-    split: int,
-    stages: int,
-    warps: int,
-    prefetch: int,
-    buffers: PeerBuffers | None = None,
-    pdl: bool,
-) -> Tensor:
+    x_MK: Tensor, weight: Weight, partial: Tensor, counters: Tensor, *, gate_up: bool = False, block_m: int,
+    block_o: int, block_k: int, parts: int, split: int, stages: int, warps: int, prefetch: int,
+    buffers: PeerBuffers | None = None, pdl: bool,
+) -> Tensor:  # fmt: skip
     """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]).
 
     The weight ``fits``, and ``block_o`` divides its rows. With several ``parts`` there are as many warps. ``partial``

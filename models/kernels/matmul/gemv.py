@@ -120,25 +120,11 @@ def _gemv_kernel(
 
 
 def gemv(
-    x_MK: Tensor,
-    weight_OK: Tensor,
-    bias_O: Tensor | None,
-    *,
-    scale: Tensor | None = None,
-    block: tuple[int, int] = (0, 0),
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_MK: Tensor | None = None,
-    gate_up: bool = False,
-    block_o: int,
-    chunk: int,
-    warps: int,
-    prefetch: int = 0,
-    first_wave: int = 0,
-    buffers: PeerBuffers | None = None,
-    wide: bool = False,
-    pdl: bool,
-) -> tuple[Tensor, Tensor]:
+    x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, *, scale: Tensor | None = None,
+    block: tuple[int, int] = (0, 0), norm_K: Tensor | None = None, eps: float = 0.0, residual_MK: Tensor | None = None,
+    gate_up: bool = False, block_o: int, chunk: int, warps: int, prefetch: int = 0, first_wave: int = 0,
+    buffers: PeerBuffers | None = None, wide: bool = False, pdl: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
 
     ``block_o`` must divide the output's width; ``chunk`` is a power of two, which divides the inner width where weights

@@ -65,12 +65,9 @@ def tile_for(tokens: int, segments: int, dtype: torch.dtype, shared_bytes: int =
     (tests/gpu/test_deterministic_gpu.py)."""
     tile = _fast_tile(tokens, segments, dtype)
     columns, stages = fitting_steps(
-        tile.columns,
-        tile.stages,
-        rows=tile.tokens + tile.weights,
-        element_bytes=dtype.itemsize,
-        shared_bytes=shared_bytes,
-    )
+        tile.columns, tile.stages,
+        rows=tile.tokens + tile.weights, element_bytes=dtype.itemsize, shared_bytes=shared_bytes,
+    )  # fmt: skip
     return replace(tile, columns=columns, stages=stages)
 
 
@@ -193,18 +190,9 @@ def _invariant_linear_kernel(
 
 
 def linear(
-    x_MK: Tensor,
-    weight_OK: Tensor,
-    bias_O: Tensor | None,
-    partial: Tensor,
-    counters: Tensor,
-    *,
-    gate_up: bool = False,
-    tile: Tile | None = None,
-    apart: bool | None = None,
-    shared_bytes: int = H200.shared_bytes,
-    pdl: bool,
-) -> Tensor:
+    x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *, gate_up: bool = False,
+    tile: Tile | None = None, apart: bool | None = None, shared_bytes: int = H200.shared_bytes, pdl: bool,
+) -> Tensor:  # fmt: skip
     """y = x @ W^T + bias [M, O], with SiLU-mul behind where asked (then [M, O / 2]). A row of y has the same bits
     whatever M is, and wherever the row is.
 

@@ -226,25 +226,10 @@ def workspace_floats(weight_rows: int, block_m: int, split: int) -> int:
 
 
 def wide(
-    x_MK: Activations,
-    weight_OK: Tensor,
-    bias_O: Tensor | None,
-    partial: Tensor,
-    counters: Tensor,
-    *,
-    scale: Tensor | None = None,
-    block: tuple[int, int] = (0, 0),
-    gate_up: bool = False,
-    block_m: int,
-    block_o: int,
-    block_k: int,
-    split: int,
-    stages: int,
-    warps: int,
-    prefetch: int,
-    late: bool = False,
-    pdl: bool,
-) -> Tensor:
+    x_MK: Activations, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *,
+    scale: Tensor | None = None, block: tuple[int, int] = (0, 0), gate_up: bool = False, block_m: int, block_o: int,
+    block_k: int, split: int, stages: int, warps: int, prefetch: int, late: bool = False, pdl: bool,
+) -> Tensor:  # fmt: skip
     """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]); M <= ``block_m``.
 
     ``block_o`` (see ``sums_of``) must divide the weight's rows, ``block_k * split`` its columns. ``partial`` float32

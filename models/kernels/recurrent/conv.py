@@ -151,14 +151,9 @@ def _window_kernel(
 
 
 def causal_conv(
-    x_TC: Tensor,
-    weight_CJ: Tensor,
-    bias_C: Tensor | None,
-    window_SJC: Tensor,
-    rows: StateRows,
-    positions_T: Tensor,
+    x_TC: Tensor, weight_CJ: Tensor, bias_C: Tensor | None, window_SJC: Tensor, rows: StateRows, positions_T: Tensor,
     pdl: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See models/ops/contract.py."""
     tokens, channels = x_TC.shape
     taps, count = weight_CJ.shape[1], len(rows.slots_B)

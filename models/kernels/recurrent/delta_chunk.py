@@ -252,18 +252,9 @@ def scan_stages(block_k: int, block_v: int, dtype: torch.dtype, shared_bytes: in
 
 
 def delta_chunks(
-    qkv_TC: Tensor,
-    b_TH: Tensor,
-    a_TH: Tensor,
-    rule: DeltaRule,
-    state_SHVK: Tensor,
-    rows: StateRows,
-    out_TV: Tensor,
-    pdl: bool,
-    *,
-    most: int,
-    shared_bytes: int = H200.shared_bytes,
-) -> Tensor:
+    qkv_TC: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state_SHVK: Tensor, rows: StateRows, out_TV: Tensor,
+    pdl: bool, *, most: int, shared_bytes: int = H200.shared_bytes,
+) -> Tensor:  # fmt: skip
     """S q of Ops.gated_delta for rows of more than ``most`` tokens, into ``out_TV``; other rows are left alone.
 
     None of these is undecided (``StateRows.writes_B``). ``shared_bytes``: the most shared memory of a program

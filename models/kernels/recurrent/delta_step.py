@@ -188,15 +188,9 @@ def one_token_a_row(rows: StateRows, tokens: int) -> bool:
 
 
 def conv_delta_step(
-    projected_TX: Tensor,
-    weight_CJ: Tensor,
-    window_SJC: Tensor,
-    rule: DeltaRule,
-    state_SHVK: Tensor,
-    rows: StateRows,
-    positions_T: Tensor,
-    pdl: bool,
-) -> Tensor:
+    projected_TX: Tensor, weight_CJ: Tensor, window_SJC: Tensor, rule: DeltaRule, state_SHVK: Tensor, rows: StateRows,
+    positions_T: Tensor, pdl: bool,
+) -> Tensor:  # fmt: skip
     """Ops.conv_gated_delta of a step of one token a row, in one launch."""
     if not one_token_a_row(rows, len(projected_TX)):
         raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row that is kept")
@@ -215,18 +209,9 @@ def conv_delta_step(
 
 
 def delta_steps(
-    qkv_TC: Tensor,
-    b_TH: Tensor,
-    a_TH: Tensor,
-    rule: DeltaRule,
-    state_SHVK: Tensor,
-    rows: StateRows,
-    out_TV: Tensor,
-    pdl: bool,
-    *,
-    most: int,
-    each: int | None = None,
-) -> Tensor:
+    qkv_TC: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state_SHVK: Tensor, rows: StateRows, out_TV: Tensor,
+    pdl: bool, *, most: int, each: int | None = None,
+) -> Tensor:  # fmt: skip
     """S q of Ops.gated_delta for rows of at most ``most`` tokens, into ``out_TV``; other rows are left alone.
     Where ``rows`` are a replay, states only.
 

@@ -107,15 +107,9 @@ def _tree_kernel(
 
 
 def delta_tree(
-    qkv_TC: Tensor,
-    b_TH: Tensor,
-    a_TH: Tensor,
-    rule: DeltaRule,
-    state_SHVK: Tensor,
-    rows: StateRows,
-    out_TV: Tensor,
+    qkv_TC: Tensor, b_TH: Tensor, a_TH: Tensor, rule: DeltaRule, state_SHVK: Tensor, rows: StateRows, out_TV: Tensor,
     pdl: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """S q of Ops.gated_delta for ``rows`` with a tree and ``frozen``, into ``out_TV``. ValueError for others."""
     if rows.tree is None or not rows.frozen:
         raise ValueError("only trees whose rows' state is frozen are verified")

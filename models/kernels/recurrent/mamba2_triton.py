@@ -241,16 +241,9 @@ def supports(weights: Mamba2Weights, state_SHPM: Tensor) -> bool:
 
 
 def step(
-    projected_BZ: Tensor,
-    weights: Mamba2Weights,
-    window_SJC: Tensor,
-    state_SHPM: Tensor,
-    rows: StateRows,
-    positions_B: Tensor,
-    pdl: bool,
-    block_p: int = _CHANNELS,
-    warps: int = _WARPS,
-) -> Tensor:
+    projected_BZ: Tensor, weights: Mamba2Weights, window_SJC: Tensor, state_SHPM: Tensor, rows: StateRows,
+    positions_B: Tensor, pdl: bool, block_p: int = _CHANNELS, warps: int = _WARPS,
+) -> Tensor:  # fmt: skip
     """Ops.mamba2 where every row has one token. ``block_p``: channels of a head that a program has."""
     count, heads, dim = len(projected_BZ), weights.heads, weights.head_dim
     block_p = min(block_p, triton.next_power_of_2(dim))
@@ -268,18 +261,9 @@ def step(
 
 
 def scan(
-    projected_TZ: Tensor,
-    xbc_TC: Tensor,
-    weights: Mamba2Weights,
-    state_SHPM: Tensor,
-    rows: StateRows,
-    pdl: bool,
-    block_p: int = 32,
-    chunk: int = _CHUNK,
-    warps: int = 4,
-    one_by_one: int | None = None,
-    each: int | None = None,
-) -> Tensor:
+    projected_TZ: Tensor, xbc_TC: Tensor, weights: Mamba2Weights, state_SHPM: Tensor, rows: StateRows, pdl: bool,
+    block_p: int = 32, chunk: int = _CHUNK, warps: int = 4, one_by_one: int | None = None, each: int | None = None,
+) -> Tensor:  # fmt: skip
     """Ops.mamba2 after its convolution, whose result is ``xbc_TC``, for rows of any length.
 
     ``one_by_one``: rows of up to so many tokens are not taken by chunks; 0: none is. By default no window is, whose

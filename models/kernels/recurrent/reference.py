@@ -23,14 +23,9 @@ L2_EPS = 1e-6  # of the norms of queries and keys, whatever that of the other no
 
 
 def causal_conv(
-    x_TC: Tensor,
-    weight_CJ: Tensor,
-    bias_C: Tensor | None,
-    window_SJC: Tensor,
-    rows: StateRows,
-    positions_T: Tensor,
+    x_TC: Tensor, weight_CJ: Tensor, bias_C: Tensor | None, window_SJC: Tensor, rows: StateRows, positions_T: Tensor,
     silu: Callable[[Tensor], Tensor] = F.silu,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See Ops.causal_conv. If that holds of ``silu``, no bit of a token's result depends on who shares the step."""
     where, taps = token_rows(rows, len(x_TC)), weight_CJ.shape[1]
     wide = torch.promote_types(x_TC.dtype, torch.float32)

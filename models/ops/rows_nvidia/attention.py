@@ -126,15 +126,9 @@ def _step_key(inputs: DecodeAttention, heads: int, kv_layer: Tensor, kind: Atten
 
 
 def _attend_key(
-    q_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    scale: float,
-    rotation: Rotation | None,
-    out_THD: Activations | None,
-    kind: AttentionKind = PLAIN,
-) -> tuple[object, ...]:
+    q_TX: Tensor, heads: int, kv_layer: Tensor, inputs: DecodeAttention, scale: float, rotation: Rotation | None,
+    out_THD: Activations | None, kind: AttentionKind = PLAIN,
+) -> tuple[object, ...]:  # fmt: skip
     work = inputs.work
     rule = (work.rule, True) if isinstance(work, DecodeWork) else (work, False)
     return *_step_key(inputs, heads, kv_layer, kind), *rule, rotation is None, type(out_THD)
@@ -282,15 +276,9 @@ def _rotating(ops: Any, call: tuple[bool, bool, bool]) -> Run:
 
 
 def _rotating_call(
-    qkv_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    rotation: Rotation,
-    inputs: DecodeAttention,
-    scale: float,
-    into: Quantised | None = None,
-    kind: AttentionKind = PLAIN,
-) -> tuple[bool, bool, bool]:
+    qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float,
+    into: Quantised | None = None, kind: AttentionKind = PLAIN,
+) -> tuple[bool, bool, bool]:  # fmt: skip
     fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= MOST_FLOAT32_ROWS
     return inputs.query_len == 1, _even(rotation), fits
 

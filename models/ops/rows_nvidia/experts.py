@@ -41,16 +41,9 @@ class ExpertCall(NamedTuple):
 
 
 def _call(
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    *,
-    all_experts: int,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> ExpertCall:
+    x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
+    limit: float | None = None, gelu: bool = False,
+) -> ExpertCall:  # fmt: skip
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
     loadable = blocks == (None, None) and grouped_tma.supports(gate_up.data, down.data)

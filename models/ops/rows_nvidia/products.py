@@ -80,16 +80,9 @@ def product(products: Any, shape: LinearShape, choice: Choice, into: bool = Fals
 
 
 def _after_norm(
-    run: Product,
-    pdl: bool,
-    coded: bool,
-    x_MK: Tensor,
-    weight: Weight,
-    residual_MK: Tensor | None,
-    norm_K: Tensor,
-    eps: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+    run: Product, pdl: bool, coded: bool, x_MK: Tensor, weight: Weight, residual_MK: Tensor | None, norm_K: Tensor,
+    eps: float, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """May overwrite ``residual`` and, in large steps, ``x`` (norm.py)."""
     codes_MK = None
     if coded and weight.format.activation_cap is None:
@@ -132,14 +125,9 @@ def _fused(kernel: Product) -> Product:
     """Of a kernel that takes everything in one launch."""
 
     def run(
-        x_MK: Activations,
-        weight: Weight,
-        residual_MK: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        buffers: PeerBuffers | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+        x_MK: Activations, weight: Weight, residual_MK: Tensor | None = None, norm_K: Tensor | None = None,
+        eps: float = 0.0, buffers: PeerBuffers | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if weight.scale is not None:
             options |= {"scale": weight.scale, "block": weight.format.block}
         return kernel(

@@ -88,15 +88,9 @@ def elements(x_TKD: Tensor, dtype: torch.dtype, factors_K: Tensor | None) -> Ten
 
 
 def decode_attention(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    scale: float,
-    out_THD: Tensor | None = None,
-    *,
-    into: None = None,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None, *,
+    into: None = None, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if inputs.starts_B is not None and inputs.queries_B is not None:
         if out_THD is None:
@@ -143,13 +137,9 @@ def repeat_prefill(page_table_BP: Tensor, max_tokens: int, heads: int, kv_layer:
 
 
 def prefill_attention(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: PrefillAttention,
-    scale: float,
-    kind: AttentionKind = PLAIN,
+    q_THD: Tensor, kv_layer: Tensor, inputs: PrefillAttention, scale: float, kind: AttentionKind = PLAIN,
     prefill_row: Run | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``prefill_row``: as the one below."""
     prefill_row = prefill_row or _prefill_row
     lengths = inputs.planned if isinstance(inputs.planned, HostLengths) else inputs
@@ -209,13 +199,9 @@ def _gather(kv_layer: Tensor, page_table_BP: Tensor, length: int) -> tuple[Tenso
 
 
 def _attend(
-    q_BQHD: Tensor,
-    keys_BLKD: Tensor,
-    values_BLKD: Tensor,
-    visible_BQL: Tensor | None,
-    scale: float,
+    q_BQHD: Tensor, keys_BLKD: Tensor, values_BLKD: Tensor, visible_BQL: Tensor | None, scale: float,
     kind: AttentionKind = PLAIN,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v in float32 over the visible keys (None: causal, Q = L), [B, Q, H, D]."""
     if kind.softcap is not None or kind.sinks_H is not None:
         new = q_BQHD.shape[1]
@@ -231,14 +217,10 @@ def _attend(
         out_BKGQD = weighted_values(scores_BKGQL, values_BKLD.unsqueeze(2), sinks_KG11)
         return out_BKGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_BQHD.dtype)
     out_BHQD = F.scaled_dot_product_attention(
-        q_BQHD.float().transpose(1, 2),
-        keys_BLKD.float().transpose(1, 2),
-        values_BLKD.float().transpose(1, 2),
-        attn_mask=None if visible_BQL is None else visible_BQL.unsqueeze(1),
-        is_causal=visible_BQL is None,
-        scale=scale,
+        q_BQHD.float().transpose(1, 2), keys_BLKD.float().transpose(1, 2), values_BLKD.float().transpose(1, 2),
+        attn_mask=None if visible_BQL is None else visible_BQL.unsqueeze(1), is_causal=visible_BQL is None, scale=scale,
         enable_gqa=True,
-    )
+    )  # fmt: skip
     return out_BHQD.transpose(1, 2).to(q_BQHD.dtype)
 
 
@@ -267,16 +249,9 @@ def mixed_attention(
 
 
 def rope_cache_attend(
-    ops: Ops,
-    qkv_TX: Tensor,
-    heads: int,
-    kv_layer: Tensor,
-    rotation: Rotation,
-    inputs: DecodeAttention,
-    scale: float,
-    into: Quantised | None = None,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    ops: Ops, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation, inputs: DecodeAttention, scale: float,
+    into: Quantised | None = None, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     q_THD = ops.rope_and_cache(qkv_TX, heads, kv_layer, rotation)
     return ops.decode_attention(q_THD, kv_layer, inputs, scale, into=into, kind=kind)
 

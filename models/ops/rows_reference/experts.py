@@ -19,15 +19,9 @@ from parallel.layers.weight import Weight
 
 
 def route_top_k(
-    logits_TE: Tensor,
-    choices: int,
-    renormalise: bool,
-    local_E: Tensor,
-    real_T: Tensor,
-    load_E: Tensor | None = None,
-    shared: int = 0,
-    scale_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits_TE: Tensor, choices: int, renormalise: bool, local_E: Tensor, real_T: Tensor, load_E: Tensor | None = None,
+    shared: int = 0, scale_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide_TE, count = logits_TE.to(_wide(logits_TE)), len(local_E) - shared
     scores_TE = wide_TE[:, :count].softmax(-1)
     ordered_TE, experts_TE = scores_TE.sort(stable=True, dim=-1, descending=True)
@@ -46,17 +40,9 @@ def route_top_k(
 
 
 def expert_mlp(
-    ops: Ops,
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    *,
-    all_experts: int,
-    limit: float | None = None,
-    gelu: bool = False,
-) -> Tensor:
+    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
+    limit: float | None = None, gelu: bool = False,
+) -> Tensor:  # fmt: skip
     """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
     out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
     for g in range(down.data.shape[0]):

@@ -73,15 +73,9 @@ def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> 
 
 
 def decode_attention(
-    q_THD: Tensor,
-    kv_layer: Tensor,
-    inputs: DecodeAttention,
-    scale: float,
-    out_THD: Tensor | None = None,
-    *,
-    into: None = None,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+    q_THD: Tensor, kv_layer: Tensor, inputs: DecodeAttention, scale: float, out_THD: Tensor | None = None, *,
+    into: None = None, kind: AttentionKind = PLAIN,
+) -> Tensor:  # fmt: skip
     rows, new = inputs.kv_lengths_B.shape[0], inputs.query_len
     if out_THD is None:
         out_THD = torch.zeros_like(q_THD if inputs.starts_B is not None else q_THD[: rows * new])
@@ -164,13 +158,9 @@ def route_top_k(
 
 
 def route_sigmoid(
-    logits_TE: Tensor,
-    bias_E: Tensor,
-    routing: SigmoidRouting,
-    local_E: Tensor,
-    real_T: Tensor,
+    logits_TE: Tensor, bias_E: Tensor, routing: SigmoidRouting, local_E: Tensor, real_T: Tensor,
     load_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scores token by token; of what follows only the sum of a token's own weights is rounded."""
     scored = [
         sigmoid_routing.route_sigmoid(logits_TE[t : t + 1].clone(), bias_E, routing, local_E, real_T[t : t + 1], load_E)
@@ -182,16 +172,9 @@ def route_sigmoid(
 
 
 def expert_mlp(
-    ops: Ops,
-    x_TN: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    weights_TC: Tensor,
-    local_TC: Tensor,
-    *,
-    all_experts: int,
+    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
     limit: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A token's experts in the order of its choices."""
     out_TN = torch.zeros(x_TN.shape, dtype=torch.promote_types(x_TN.dtype, torch.float32), device=x_TN.device)
     for token, chosen in enumerate(local_TC.tolist()):
@@ -226,14 +209,9 @@ def gated_delta(
 
 
 def mamba2(
-    ops: Ops,
-    projected_TZ: Tensor,
-    weights: Mamba2Weights,
-    window_SJC: Tensor,
-    state_SHPM: Tensor,
-    rows: StateRows,
+    ops: Ops, projected_TZ: Tensor, weights: Mamba2Weights, window_SJC: Tensor, state_SHPM: Tensor, rows: StateRows,
     positions_T: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Token by token, each a step of one row."""
     z_TX, xbc_TC, dt_TH = weights.split(projected_TZ)
     xbc_TC = ops.causal_conv(xbc_TC, weights.conv_CJ, weights.conv_bias_C, window_SJC, rows, positions_T)

@@ -277,15 +277,9 @@ def split_rows(rows: int, vocab: int, block: int = _BLOCK) -> tuple[int, int]:
 
 
 def best_candidates(
-    logits_BV: Tensor,
-    vocab_start: int,
-    temperature_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    *,
-    random: bool,
+    logits_BV: Tensor, vocab_start: int, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor, *, random: bool,
     purpose: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Candidates int64 [B, P], of which the largest of a row is its best; P depends on the shape alone.
 
     temperature float32, seed int64, position any integer type; with ``random`` False they are not read.
@@ -309,16 +303,9 @@ def best_candidates(
 
 
 def conclude(
-    keys_BP: Tensor,
-    stop_ids_BK: Tensor,
-    position_B: Tensor,
-    min_length_B: Tensor,
-    max_length_B: Tensor,
-    finished_B: Tensor,
-    *,
-    codes: tuple[int, int, int],
-    evidence_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys_BP: Tensor, stop_ids_BK: Tensor, position_B: Tensor, min_length_B: Tensor, max_length_B: Tensor,
+    finished_B: Tensor, *, codes: tuple[int, int, int], evidence_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(token int64, ok bool, count int32, finish int32), each [B]: sampler.merge_best and sampler.stop_check together.
 
     ``codes``: the finish codes of STOP, LENGTH and ERROR. ``evidence_B`` float32, contiguous: finite where the row's

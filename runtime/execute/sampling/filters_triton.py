@@ -28,17 +28,9 @@ class Filtered(NamedTuple):
 
 
 def filtered_candidates(
-    logits_BV: Tensor,
-    vocab_start: int,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    *,
-    purpose: int = 0,
-) -> Filtered:
+    logits_BV: Tensor, vocab_start: int, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+    seed_B: Tensor, position_B: Tensor, *, purpose: int = 0,
+) -> Filtered:  # fmt: skip
     """The best candidate of each row among what survives its filters, from logits before temperature.
 
     logits float32 or bfloat16; temperature, top_p and min_p float32, top_k int32, seed int64, position any integers.

@@ -316,19 +316,9 @@ def parts_of(vocab: int) -> tuple[int, int]:
 
 
 def list_tokens(
-    logits_BV: Tensor,
-    vocab_start: int,
-    whole_vocab: int,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    *,
-    purpose: int,
-    share: bool,
-) -> Workspace:
+    logits_BV: Tensor, vocab_start: int, whole_vocab: int, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor,
+    min_p_B: Tensor, seed_B: Tensor, position_B: Tensor, *, purpose: int, share: bool,
+) -> Workspace:  # fmt: skip
     """The first three launches. ``share``: the logits are one rank's of ``whole_vocab``, and only top-k bounds them."""
     rows, vocab = logits_BV.shape
     device = logits_BV.device

@@ -269,16 +269,9 @@ def _purpose(purpose: int) -> int:
 
 
 def draw_guesses(
-    logits_RD: Tensor,
-    ids_D: Tensor | None,
-    temperature_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    threshold_R: Tensor | None,
-    *,
-    first: int,
-    purpose: int,
-) -> tuple[Tensor, Tensor]:
+    logits_RD: Tensor, ids_D: Tensor | None, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor,
+    threshold_R: Tensor | None, *, first: int, purpose: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(index int64 [R], probs float32 [R, D]) of rejection.draw_guesses.
 
     logits float32 or bfloat16, Q rows a request one after the other: drafts at ``position`` + ``first`` and on.
@@ -315,20 +308,10 @@ def draw_guesses(
 
 
 def window_candidates(
-    logits_TV: Tensor,
-    proposals_BQ: Tensor,
-    probs_BQD: Tensor,
-    index_BQ: Tensor,
-    ids_D: Tensor | None,
-    rows_B: Tensor | None,
-    temperature_T: Tensor,
-    seed_T: Tensor,
-    position_T: Tensor,
-    threshold_T: Tensor | None,
-    *,
-    token: int,
-    accept: int,
-) -> tuple[Tensor, Tensor]:
+    logits_TV: Tensor, proposals_BQ: Tensor, probs_BQD: Tensor, index_BQ: Tensor, ids_D: Tensor | None,
+    rows_B: Tensor | None, temperature_T: Tensor, seed_T: Tensor, position_T: Tensor, threshold_T: Tensor | None, *,
+    token: int, accept: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(candidate int64 [T, 1], largest score float32 [T]) of each row of windows, for sampler.merge_and_check.
 
     logits float32 or bfloat16, after edits and penalties. proposals, index and ids int64, probs float32, rows bool: as
@@ -379,14 +362,9 @@ def window_candidates(
 
 
 def _sum_weights(
-    logits_RV: Tensor,
-    threshold_R: Tensor | None,
-    ranks_RP: Tensor,
-    sums_RP: Tensor,
-    largest_R: Tensor,
-    temperature_B: Tensor,
-    per_program: int,
-) -> None:
+    logits_RV: Tensor, threshold_R: Tensor | None, ranks_RP: Tensor, sums_RP: Tensor, largest_R: Tensor,
+    temperature_B: Tensor, per_program: int,
+) -> None:  # fmt: skip
     rows, parts = ranks_RP.shape
     _weight_sum_kernel[(rows, parts)](
         logits_RV, largest_R if threshold_R is None else threshold_R, ranks_RP, sums_RP, largest_R, temperature_B,

@@ -157,15 +157,9 @@ def _merge_kernel(
 
 
 def local_share(
-    logits_BV: Tensor,
-    vocab_start: int,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    *,
+    logits_BV: Tensor, vocab_start: int, temperature_B: Tensor, top_k_B: Tensor, seed_B: Tensor, position_B: Tensor, *,
     purpose: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A rank's share of each row, int64 [B, 2 * MOST_SHARED_TOP_K], from its logits (float32 or bfloat16, V >= 1).
 
     temperature float32, top_k int32 at most MOST_SHARED_TOP_K, seed int64, position any integers.
@@ -181,18 +175,11 @@ def local_share(
         ]
         logits_RV = logits_BV[piece]
         space = list_tokens(
-            logits_RV,
-            vocab_start,
-            _NO_LIMIT,
-            temperature,
-            top_k,
+            logits_RV, vocab_start, _NO_LIMIT, temperature, top_k,
             temperature,  # top-p and min-p are for the whole row to decide: not read for anything
-            temperature,
-            seed,
-            position,
-            purpose=purpose,
-            share=True,
-        )
+            temperature, seed, position,
+            purpose=purpose, share=True,
+        )  # fmt: skip
         _distinct_kernel[(len(logits_RV),)](
             logits_RV, space.bounds, space.partial, space.listed, space.tokens, share_BX[piece], *columns,
             logits_RV.stride(0), *(column.stride(0) for column in columns), vocab, vocab_start, parts_of(vocab)[0],

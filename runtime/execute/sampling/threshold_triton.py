@@ -240,21 +240,10 @@ def _threshold_kernel(
 
 
 def find_threshold(
-    logits_BV: Tensor,
-    vocab_start: int,
-    temperature_B: Tensor,
-    top_k_B: Tensor,
-    top_p_B: Tensor,
-    min_p_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-    keys_B1: Tensor,
-    threshold_B: Tensor,
-    largest_B: Tensor,
-    *,
-    space: Workspace,
+    logits_BV: Tensor, vocab_start: int, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+    seed_B: Tensor, position_B: Tensor, keys_B1: Tensor, threshold_B: Tensor, largest_B: Tensor, *, space: Workspace,
     purpose: int,
-) -> None:
+) -> None:  # fmt: skip
     """Fill each row's best surviving candidate (int64), threshold and largest score (float32) from what was listed."""
     rows, vocab = logits_BV.shape
     columns = temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B

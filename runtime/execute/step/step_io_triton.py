@@ -173,15 +173,11 @@ class Begun(NamedTuple):
 
         return cls(
             records=empty(rows * tokens, words, dtype=torch.int32),
-            pages=empty(groups, rows, max_blocks, dtype=torch.int32),
-            token=empty(rows, tokens),
-            position=empty(rows, tokens),
-            kv_slot=empty(groups, rows, tokens),
-            live=empty(rows, tokens, dtype=torch.bool),
-            kv_length=empty(rows, dtype=torch.int32),
-            drawn=empty(rows * tokens),
-            ended=empty(rows * tokens, dtype=torch.bool),
-        )
+            pages=empty(groups, rows, max_blocks, dtype=torch.int32), token=empty(rows, tokens),
+            position=empty(rows, tokens), kv_slot=empty(groups, rows, tokens),
+            live=empty(rows, tokens, dtype=torch.bool), kv_length=empty(rows, dtype=torch.int32),
+            drawn=empty(rows * tokens), ended=empty(rows * tokens, dtype=torch.bool),
+        )  # fmt: skip
 
 
 def begin(
@@ -203,13 +199,9 @@ def begin(
 
 
 def begin_packed(
-    staged: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    columns: tuple[Tensor, Tensor, Tensor, Tensor],
-    block_tables_GSP: Tensor,
-    block_size: int,
-    guesses_SQ: Tensor | None = None,
-    depth_SN: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    staged: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], columns: tuple[Tensor, Tensor, Tensor, Tensor],
+    block_tables_GSP: Tensor, block_size: int, guesses_SQ: Tensor | None = None, depth_SN: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """gather.Packed of staged chunks, as new tensors. ``staged``: token_ids_T, positions_T, slots_T, slots_R, decodes_R
     of Chunks. ``columns`` of the slot table: last_token int64, length, finished and max_length int32. Block tables
     int32, contiguous. ``guesses_SQ`` and ``depth_SN`` int64, contiguous."""
@@ -231,17 +223,9 @@ def begin_packed(
 
 
 def finish(
-    rows_B: Tensor,
-    token_B: Tensor,
-    count_B: Tensor,
-    finish_B: Tensor,
-    old: tuple[Tensor, Tensor, Tensor],
-    table: tuple[Tensor, Tensor, Tensor],
-    history_SL: Tensor | None,
-    ring_EX: Tensor,
-    appended_1: Tensor,
-    stamps: int,
-) -> None:
+    rows_B: Tensor, token_B: Tensor, count_B: Tensor, finish_B: Tensor, old: tuple[Tensor, Tensor, Tensor],
+    table: tuple[Tensor, Tensor, Tensor], history_SL: Tensor | None, ring_EX: Tensor, appended_1: Tensor, stamps: int,
+) -> None:  # fmt: skip
     """Write what a step drew into slots ``rows_B`` and into the ring's next entry, and move the ring's counter on.
 
     rows and token int64, count and finish int32, contiguous; ring int32, its rows contiguous; appended int64.

@@ -166,14 +166,9 @@ def _commit_window_kernel(
 
 
 def begin(
-    rows_B: Tensor,
-    records_BX: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor, Tensor],
-    guesses_BQ: Tensor,
-    depth_BN: Tensor | None,
-    block_tables_GSP: Tensor,
-    block_size: int,
-) -> Begun:
+    rows_B: Tensor, records_BX: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor], guesses_BQ: Tensor,
+    depth_BN: Tensor | None, block_tables_GSP: Tensor, block_size: int,
+) -> Begun:  # fmt: skip
     """All that a window of N = Q + 1 tokens reads of slots ``rows_B`` (int64, contiguous), as new tensors.
 
     records int32 [B, words], gathered already, contiguous; ``columns`` of them: last_token int64, length, finished and
@@ -215,20 +210,11 @@ class CommittedWindow(NamedTuple):
 
 
 def commit(
-    rows_B: Tensor,
-    drawn: tuple[Tensor, Tensor, Tensor],
-    guesses_BQ: Tensor,
-    nodes_BW: Tensor | None,
-    limits: tuple[Tensor | None, Tensor | None],
-    asked: tuple[Tensor, Tensor, Tensor],
-    old: tuple[Tensor, Tensor, Tensor],
-    table: tuple[Tensor, Tensor, Tensor],
-    history_SL: Tensor | None,
-    ring: tuple[Tensor, Tensor, int],
-    *,
-    codes: tuple[int, int],
-    no_guess: int,
-) -> CommittedWindow:
+    rows_B: Tensor, drawn: tuple[Tensor, Tensor, Tensor], guesses_BQ: Tensor, nodes_BW: Tensor | None,
+    limits: tuple[Tensor | None, Tensor | None], asked: tuple[Tensor, Tensor, Tensor],
+    old: tuple[Tensor, Tensor, Tensor], table: tuple[Tensor, Tensor, Tensor], history_SL: Tensor | None,
+    ring: tuple[Tensor, Tensor, int], *, codes: tuple[int, int], no_guess: int,
+) -> CommittedWindow:  # fmt: skip
     """Accept the draws of a window, write them into slots ``rows_B`` and the ring's next entry, move its counter on.
 
     ``drawn``: token int64, count and finish int32, contiguous, [B * N]. ``guesses_BQ`` int64: what they are compared
@@ -248,19 +234,12 @@ def commit(
 
     path = None if nodes_BW is None else tuple(empty(rows, width) for _ in range(4))
     committed = CommittedWindow(
-        token=empty(rows, width),
-        counts=empty(rows, dtype=torch.int32),
-        finish=empty(rows, dtype=torch.int32),
-        slot=empty(rows, width),
-        kept=empty(rows, width, dtype=torch.bool),
-        kept_kv_slot=empty(rows, width),
-        last=empty(rows),
-        gained=empty(rows, dtype=torch.bool),
-        token_id=asked[0] if path is None else path[1],
-        position=asked[1] if path is None else path[2],
-        kv_slot=asked[2] if path is None else path[3],
+        token=empty(rows, width), counts=empty(rows, dtype=torch.int32), finish=empty(rows, dtype=torch.int32),
+        slot=empty(rows, width), kept=empty(rows, width, dtype=torch.bool), kept_kv_slot=empty(rows, width),
+        last=empty(rows), gained=empty(rows, dtype=torch.bool), token_id=asked[0] if path is None else path[1],
+        position=asked[1] if path is None else path[2], kv_slot=asked[2] if path is None else path[3],
         path=None if path is None else path[0],
-    )
+    )  # fmt: skip
     lanes = triton.next_power_of_2(width)
     _commit_window_kernel[(1,)](
         rows_B, *drawn, guesses_BQ, rows_B if nodes_BW is None else nodes_BW, rows_B if limit_B is None else limit_B,
