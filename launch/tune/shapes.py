@@ -242,7 +242,7 @@ def recording_ops(seen: Counter[LinearShape]) -> TableOps:
             "rope_cache_attend", lambda qkv, heads, kv_layer, *_: qkv.new_empty(len(qkv), heads, kv_layer.shape[4])
         )
         yield plain("route_top_k", lambda logits, choices, *_: tuple(logits.new_empty(2, len(logits), choices).int()))
-        yield plain("expert_mlp", lambda x, *_, all_experts, **form: torch.empty_like(x))
+        yield plain("expert_mlp", lambda x, *_, all_experts, limit=None: torch.empty_like(x))
 
     ops = TableOps()
     ops.bind_rows((*rows(), *rows_reference.ROWS))

@@ -25,19 +25,15 @@ class GatedMLP(nn.Module):
         gelu: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.gelu = gelu
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.kernels = context.kernels
         self.norm = norm
-        self.gate_up = GateUpParallel(hidden, intermediate, context, bias=bias)
+        self.gate_up = GateUpParallel(hidden, intermediate, context, bias=bias, gelu=gelu)
         self.down = RowParallel(intermediate, hidden, context, bias=bias, features=self.gate_up.features)
 
     def forward(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor) -> tuple[Tensor | PendingAllReduce, Tensor]:
         """``x`` is not yet added to ``residual``; nor is the first result to the second."""
         gate_up, down = self.gate_up, self.down
-        if self.gelu:
-            gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight)
-            return down(self.kernels.gelu_mul(gate_up_T2I)), residual_TN
         if gate_up.weight.bias is None and len(residual_TN) > LARGE_STEP:
             normed_TN, residual_TN = self.norm.add(x_TN, residual_TN)
             part_TN = self.kernels.gate_up_down(normed_TN, gate_up.weight, down.own)
@@ -47,7 +43,7 @@ class GatedMLP(nn.Module):
         else:
             gate_up_T2I, residual_TN = self.norm.add_linear(x_TN, residual_TN, gate_up.weight)
             into = self.kernels.quantised_for(down.own, len(gate_up_T2I), gate_up_T2I.dtype)
-            hidden_TI = self.kernels.silu_mul(gate_up_T2I, into=into)
+            hidden_TI = self.kernels.silu_mul(gate_up_T2I, gelu=gate_up.weight.gelu, into=into)
             hidden = into or hidden_TI
         return down(hidden), residual_TN
 

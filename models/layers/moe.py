@@ -8,8 +8,6 @@ Shape letters as in models/ops/contract.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -60,10 +58,9 @@ class SparseMLP(nn.Module):
         self.experts = ExpertWeights(
             experts.count, latent or hidden, experts.intermediate_size, context,
             layer=layer, split=context.experts, gated=experts.activation != "relu2", shared=beside, biases=biases,
+            gelu=experts.activation == "geglu",
         )  # fmt: skip
-        self.activation: dict[str, Any] = {"limit": experts.limit} if biases else {}
-        if experts.activation == "geglu":
-            self.activation["gelu"] = True
+        self.activation = {"limit": experts.limit} if biases else {}
         self.router_norm: RMSNorm | None = None  # of the residual stream, for a router that does not read ``norm``
         self.shared = None if beside else _shared_expert(experts, hidden, context)
         ids = torch.arange(experts.count, dtype=torch.int32)

@@ -41,7 +41,7 @@ class Ops:
     operations: ClassVar[tuple[str, ...]] = (
         *("rms_norm", "silu_mul", "linear", "rope_and_cache", "decode_attention", "prefill_attention"),
         *("route_top_k", "router_logits", "route_sigmoid", "expert_mlp", "relu2"),
-        *("causal_conv", "gated_delta", "mamba2", "sigmoid_mul", "gated_add", "vocab_rows", "gelu_mul"),
+        *("causal_conv", "gated_delta", "mamba2", "sigmoid_mul", "gated_add", "vocab_rows"),
     )
 
     @property
@@ -122,12 +122,8 @@ class Ops:
         """rms_norm of ``x`` and of ``y`` side by side, [T, 2N]."""
         raise NotImplementedError
 
-    def silu_mul(self, gate_up_T2I: Tensor, *, into: Quantised | None = None) -> Tensor:
-        """silu(first half) * second half, [T, I]."""
-        raise NotImplementedError
-
-    def gelu_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        """gelu(first half) * second half with tanh's approximation, [T, I]."""
+    def silu_mul(self, gate_up_T2I: Tensor, *, gelu: bool = False, into: Quantised | None = None) -> Tensor:
+        """silu(first half) * second half, [T, I]; with ``gelu`` GELU's approximation by tanh in the place of SiLU."""
         raise NotImplementedError
 
     def linear(self, x_TN: Activations, weight: Weight) -> Tensor:
@@ -261,13 +257,12 @@ class Ops:
 
     def expert_mlp(
         self, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
-        limit: float | None = None, gelu: bool = False,
+        limit: float | None = None,
     ) -> Tensor:  # fmt: skip
         """sum over c of weights[t, c] * down[g] silu_mul(gate_up[g] x[t]) with g = local[t, c], [T, N].
 
         Where ``gate_up`` has I rows an expert, not 2 I, there is no gate: it is up alone, and relu2 takes the place of
-        silu_mul. With a ``limit`` clamped_swiglu (rows_reference/experts.py) does, with ``gelu`` gelu_mul; biases are
-        added within each term.
+        silu_mul. With a ``limit`` clamped_swiglu (rows_reference/experts.py) does; biases are added within each term.
         Terms with g = -1 are left out: a token with no other term gets zeros, whatever its x holds. Shapes are fixed:
         the routing stays on the device. ``all_experts`` is E, over all ranks: it gives the average load of an expert,
         by which tiles are chosen, and changes results only by rounding.
@@ -345,7 +340,7 @@ class Ops:
         raise NotImplementedError
 
     def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
-        """silu_mul(linear(x, weight)), [T, I]: ``weight`` has the rows of gate first, then those of up."""
+        """silu_mul(linear(x, weight), gelu=weight.gelu), [T, I]: ``weight`` has the rows of gate, then those of up."""
         raise NotImplementedError
 
     def add_norm_gate_up(

@@ -117,7 +117,7 @@ class TunedProducts:
 
     def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
         if weight.parts:
-            return norm.silu_mul(self.linear(x_TN, weight), self.pdl, into)
+            return norm.silu_mul(self.linear(x_TN, weight), self.pdl, into, gelu=weight.gelu)
         options = {} if into is None else {"into": into}
         run = self._run(x_TN, weight, False, True, into is not None)[0]
         return run(_whole(x_TN, weight), weight, **options)[0]
@@ -128,7 +128,7 @@ class TunedProducts:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if weight.parts:
             hidden_T2I, residual_TN = self.add_norm_linear(x_TN, residual_TN, norm_N, eps, weight)
-            return norm.silu_mul(hidden_T2I, self.pdl, into), residual_TN
+            return norm.silu_mul(hidden_T2I, self.pdl, into, gelu=weight.gelu), residual_TN
         options = {} if into is None else {"into": into}
         run = self._run(x_TN, weight, True, True, into is not None)[0]
         return run(x_TN.contiguous(), weight, residual_TN, norm_N, eps, **options)

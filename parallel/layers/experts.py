@@ -105,6 +105,7 @@ class ExpertWeights(ShardedModule):
     ``experts`` on. They make one larger expert of the checkpoint, of which each has a part of the features. Only where
     every rank has a share of each expert, or all of them. ``biases``: both matrices have one [G, ...]; that of
     down is added on one rank. Checkpoints of such experts have them transposed, or as codes, gate and up in turn.
+    ``gelu``: see Weight.
     Raises ValueError where the experts, or their features, cannot be split evenly.
     """
 
@@ -122,6 +123,7 @@ class ExpertWeights(ShardedModule):
         gated: bool = True,
         shared: int = 0,
         biases: bool = False,
+        gelu: bool = False,
     ) -> None:
         super().__init__()
         self.placement = placement
@@ -142,7 +144,9 @@ class ExpertWeights(ShardedModule):
             features = FeatureShard.of("intermediate features of an expert", intermediate, placement)
         self.start, self.share = features.start, features.count  # of this rank's features in an expert's
         padded = -(-features.width // placement.kernels.expert_tile) * placement.kernels.expert_tile
-        self.gate_up = placement.weight(len(self.held) + shared, (2 if gated else 1) * padded, hidden, bias=biases)
+        self.gate_up = placement.weight(
+            len(self.held) + shared, (2 if gated else 1) * padded, hidden, bias=biases, gelu=gelu
+        )
         self.down = placement.weight(len(self.held) + shared, hidden, padded, bias=biases)
         replace(features, width=padded).clear_padding(self.gate_up, self.down)
         self.adds_bias = split.whole or placement.rank == 0

@@ -48,12 +48,14 @@ class StackedColumns(ShardedModule):
     No communication. ``pieces`` are this rank's rows, in the order of the outputs.
     """
 
-    def __init__(self, inputs: int, pieces: Sequence[Rows], placement: ShardContext, bias: bool) -> None:
+    def __init__(
+        self, inputs: int, pieces: Sequence[Rows], placement: ShardContext, bias: bool, *, gelu: bool = False
+    ) -> None:
         super().__init__()
         self.pieces = tuple(pieces)
         self.placement = placement
         counts = [piece.count + piece.padding for piece in pieces]
-        self.weight = placement.weight(sum(counts), inputs, bias=bias, parts=counts)
+        self.weight = placement.weight(sum(counts), inputs, bias=bias, parts=counts, gelu=gelu)
 
     def forward(self, x_TN: Activations) -> Tensor:
         return self.placement.kernels.linear(x_TN, self.weight)
@@ -84,15 +86,17 @@ class ColumnParallel(StackedColumns):
 
 class GateUpParallel(StackedColumns):
     """The gate and up projections of a gated MLP: [T, N] -> [T, 2 * I / size], gate's share first; each as wide as
-    ``features``.
+    ``features``. ``gelu``: see Weight.
 
     Raises ValueError where the intermediate size cannot be split evenly.
     """
 
-    def __init__(self, inputs: int, intermediate: int, placement: ShardContext, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: int, intermediate: int, placement: ShardContext, bias: bool = False, *, gelu: bool = False
+    ) -> None:
         self.features = FeatureShard.of("intermediate features", intermediate, placement)
         pieces = [_feature_rows(prefix, intermediate, self.features) for prefix in ("gate.", "up.")]
-        super().__init__(inputs, pieces, placement, bias)
+        super().__init__(inputs, pieces, placement, bias, gelu=gelu)
         self.features.clear_padding(self.weight)
 
 

@@ -69,11 +69,18 @@ class ShardContext:
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
         return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
-    def weight(self, *shape: int, bias: bool = False, parts: Sequence[int] = (), fixed: bool = False) -> Weight:
+    def weight(
+        self,
+        *shape: int,
+        bias: bool = False,
+        parts: Sequence[int] = (),
+        fixed: bool = False,
+        gelu: bool = False,
+    ) -> Weight:
         """An uninitialised matrix [..., outputs, inner] on the default device, of parameters without gradient.
 
         Its format is the next of the ``plan``. ``parts``: how many outputs come from each checkpoint matrix that may
-        have a format of its own. ``fixed``: always in the model's dtype.
+        have a format of its own. ``fixed``: always in the model's dtype. ``gelu``: see Weight.
         """
         *experts, outputs, inner = shape
         counts = tuple(parts) or (outputs,)
@@ -83,6 +90,7 @@ class ShardContext:
                 count += runs.pop()[1]
             runs.append((form, count))
         made = Weight.joined([self._weight((*experts, count, inner), form, bias) for form, count in runs])
+        made = replace(made, gelu=gelu)
         self.plan.made.append(PlannedWeight(made, counts, fixed))
         return made
 

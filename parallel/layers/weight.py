@@ -122,7 +122,8 @@ class Weight:
     ``order``: int32 [inner], which column of the matrix each column of codes is.
 
     ``parts``: rows in different formats, one part after another; ``data`` is empty then. ``cells``: as ``data``, with
-    one element a number: ``data`` itself, or without memory.
+    one element a number: ``data`` itself, or without memory. ``gelu``: of gate and up rows, whose product is followed
+    by GELU-mul in the place of SiLU-mul.
     """
 
     data: Tensor
@@ -134,6 +135,7 @@ class Weight:
     factor: Tensor | None = None
     order: Tensor | None = None
     shared_cells: Tensor | None = None
+    gelu: bool = False
     cells: Tensor = field(init=False)
     outputs: int = field(init=False)
     inner: int = field(init=False)
@@ -193,7 +195,7 @@ class Weight:
         """One of the experts', sharing memory."""
         given = self.bias, self.scale, self.zero, self.factor
         bias, scale, zero, factor = (None if x is None else x[expert] for x in given)
-        return Weight(self.data[expert], self.format, bias, scale, zero=zero, factor=factor)
+        return Weight(self.data[expert], self.format, bias, scale, zero=zero, factor=factor, gelu=self.gelu)
 
     def rows(self, first: int, count: int) -> Weight:
         """Outputs [first, first + count), sharing memory. Raises ValueError where that cuts a block of scales."""

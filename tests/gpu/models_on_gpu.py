@@ -146,7 +146,9 @@ def run(
     model = load_model(
         config, None, load_format="dummy", dtype=dtype, device=device, collectives=collectives, kernels=kernels
     )
-    if name.startswith("gemma4"):  # its scores have scale 1, which weights near 1 would make so large that bfloat16 shows
+    if name.startswith(
+        "gemma4"
+    ):  # its scores have scale 1, which weights near 1 would make so large that bfloat16 shows
         for part, weight in model.named_parameters():
             if part.endswith("q_norm.weight"):
                 weight.mul_(len(weight) ** -0.5)

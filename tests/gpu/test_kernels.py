@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +96,7 @@ def test_norms(kernels: Nvidia, dtype: torch.dtype, rows: int, width: int) -> No
 def test_silu_mul(kernels: Nvidia, dtype: torch.dtype, rows: int, width: int) -> None:
     gate_up = randn(rows, 2 * width, dtype=dtype)
     check(kernels.silu_mul(gate_up), swiglu(gate_up), dtype)
+    check(kernels.silu_mul(gate_up, gelu=True), geglu(gate_up), dtype)
 
 
 # -- products -----------------------------------------------------------------------------------------------------
@@ -147,6 +154,10 @@ def test_norm_folded_into_products(kernels: Nvidia, dtype: torch.dtype, add: boo
                 expected + offset.double(),
             ),
             (lambda a, r: kernels.add_norm_gate_up(a, r, norm, 1e-5, Weight.of(weight)), swiglu(expected)),
+            (
+                lambda a, r: kernels.add_norm_gate_up(a, r, norm, 1e-5, replace(Weight.of(weight), gelu=True)),
+                geglu(expected),
+            ),
         ]
         for run, wanted in runs:
             out, new_residual = run(x.clone(), residual.clone() if add else None)

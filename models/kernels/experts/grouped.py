@@ -184,7 +184,7 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 def expert_mlp(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool,
     tiles: tuple[Tiles, Tiles] | None = None, *, all_experts: int, shared_bytes: int = H200.shared_bytes,
-    narrow: bool = False, limit: float | None = None, gelu: bool = False,
+    narrow: bool = False, limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See the contract (models/ops). ``tiles``: of gate-up and of down; by default those of tiles.py that fit a
     program's ``shared_bytes`` (DeviceTraits). ``narrow``: of 8-bit weights, quantises bfloat16 activations, too, once
@@ -204,7 +204,7 @@ def expert_mlp(
         up_tiles, down_tiles = _of_codes(up_tiles), _of_codes(down_tiles)
     x = quantised_by(gate_up, x_TN, pdl) if narrow and reads_codes(gate_up) else x_TN
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
-    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles, limit, gelu)
+    _grouped(x, gate_up, None, hidden_PI, *lists, up_tiles, limit)
     inputs = quantised_by(down, hidden_PI, pdl) if narrow and reads_codes(down) else hidden_PI
     terms_PN = x_TN.new_empty(tokens * choices, hidden)
     _grouped(inputs, down, weights_TC, terms_PN, *lists, down_tiles)
@@ -242,7 +242,7 @@ def combined(terms_SPN: Tensor, local_TC: Tensor, pdl: bool) -> Tensor:
 
 def _grouped(
     x: Activations, weight: Weight, share_TC: Tensor | None, out_PO: Tensor, order_GT: Tensor, counts_G: Tensor,
-    choices: int, pdl: bool, tiles: Tiles, limit: float | None = None, gelu: bool = False,
+    choices: int, pdl: bool, tiles: Tiles, limit: float | None = None,
 ) -> None:  # fmt: skip
     experts, weight_rows, inner = weight.cells.shape
     scale_rows, scale_columns = weight.format.block or (0, 0)
@@ -263,7 +263,8 @@ def _grouped(
         BLOCK_K=block_k, STAGES=stages, GROUP=tiles.group, SCALE_ROWS=scale_rows,
         **codes,
         NARROW=narrow, GATE_UP=share_TC is None, GATED=weight_rows > outputs, CLAMPED=limit is not None,
-        GELU=gelu, BIAS=weight.bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        GELU=weight.gelu, BIAS=weight.bias is not None, PDL=pdl,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -122,7 +122,6 @@ def supports(gate_up_G2IN: Tensor, down_GNI: Tensor) -> bool:
 
 def expert_mlp(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, tiles: LongListTiles,
-    *, gelu: bool = False,
 ) -> Tensor:  # fmt: skip
     """See models/ops/contract.py. Of weights without scales."""
     tokens, choices = local_TC.shape
@@ -145,7 +144,7 @@ def expert_mlp(
     else:
         box = [tiles.gate_up.block_o, tiles.gate_up.block_k]
         gate_up_desc = TensorDescriptor(gate_up_G2IN, [experts * inner, hidden], [hidden, 1], box)
-    _grouped(ordered_PN, gate_up_desc, None, hidden_PI, *lists, tiles.gate_up, tiles.programs, gelu=gelu)
+    _grouped(ordered_PN, gate_up_desc, None, hidden_PI, *lists, tiles.gate_up, tiles.programs, gelu=gate_up.gelu)
     del ordered_PN  # where down is not split, the terms reuse its memory, so that a step needs no more than grouped.py
     terms_SPN = x_TN.new_empty(tiles.split, tokens * choices, hidden)
     box = [tiles.down.block_o, tiles.down.block_k]

@@ -204,7 +204,7 @@ def full_programs(multiprocessors: int) -> int:
 
 def expert_mlp(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, *,
-    multiprocessors: int = H200.multiprocessors, limit: float | None = None, gelu: bool = False,
+    multiprocessors: int = H200.multiprocessors, limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See the contract (models/ops)."""
     _, hidden, inner = down.data.shape
@@ -220,7 +220,7 @@ def expert_mlp(
         local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC, hidden_PI, inner,
         K=hidden, CHOICES=choices, BLOCK_I=block_i, CHUNK=_chunk(gate_up, 1024),
         **scale_sizes(gate_up),
-        GATED=gate_up.outputs > inner, CLAMPED=limit is not None, GELU=gelu, BIAS=gate_up.bias is not None,
+        GATED=gate_up.outputs > inner, CLAMPED=limit is not None, GELU=gate_up.gelu, BIAS=gate_up.bias is not None,
         PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip

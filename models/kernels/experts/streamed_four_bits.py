@@ -116,7 +116,7 @@ def _four_bit_down_kernel(
 
 def expert_mlp(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, pdl: bool, *,
-    limit: float | None = None, gelu: bool = False,
+    limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See the contract (models/ops). Both matrices are of four bits."""
     hidden, inner = down.outputs, down.inner
@@ -129,7 +129,7 @@ def expert_mlp(
     _four_bit_gate_up_kernel[(gate_up.outputs // block, tokens * choices)](
         x_TN, *memory_of(gate_up), local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC,
         hidden_PI, inner, K=hidden, CHOICES=choices, BLOCK=block, **constants_of(gate_up, x_TN.dtype), **_TILE,
-        GATED=gated, CLAMPED=limit is not None, GELU=gelu, BIAS=gate_up.bias is not None, PDL=pdl,
+        GATED=gated, CLAMPED=limit is not None, GELU=gate_up.gelu, BIAS=gate_up.bias is not None, PDL=pdl,
         num_warps=_TILE["PARTS"], launch_pdl=pdl,
     )  # fmt: skip
     out_TN = torch.empty_like(x_TN)

@@ -1,4 +1,4 @@
-"""The end of a fused matrix product on one tile of sums: SiLU-mul, bias, push and store.
+"""The end of a fused matrix product on one tile of sums: SiLU-mul or GELU-mul, bias, push and store.
 
 Knows: what follows the sums in gemv.py and skinny.py. Does not know: how sums are computed, or normed.
 """
@@ -20,6 +20,16 @@ def gelu_mul(gate, up):
 
 
 @triton.jit
+def gated_mul(gate, up, GATE_UP: tl.constexpr):
+    """SiLU-mul where ``gate_up`` of the call is 1 or True, GELU-mul where it is 2."""
+    if GATE_UP == 2:
+        result = gelu_mul(gate, up)
+    else:
+        result = gate * tl.sigmoid(gate) * up
+    return result
+
+
+@triton.jit
 def store_rows(
     result,  # float32 [R, O]; [R, 2 * O] with GATE_UP: gate and up of each output in turn
     rows,  # int32 [R], of which those below M exist
@@ -35,7 +45,7 @@ def store_rows(
     """Applies SiLU-mul and bias to a tile of sums, and stores it, to the peers' buffers too where PUSH."""
     if GATE_UP:
         gate, up = tl.split(tl.reshape(result, (rows.shape[0], outs.shape[0], 2)))
-        result = gate * tl.sigmoid(gate) * up
+        result = gated_mul(gate, up, GATE_UP)
     if BIAS:
         result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
     where = rows.to(tl.int64)[:, None] * outputs + outs[None, :]

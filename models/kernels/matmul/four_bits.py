@@ -328,7 +328,7 @@ def workspace_floats(rows: int, weight_rows: int, block_m: int, split: int) -> i
 
 
 def four_bits(
-    x_MK: Tensor, weight: Weight, partial: Tensor, counters: Tensor, *, gate_up: bool = False, block_m: int,
+    x_MK: Tensor, weight: Weight, partial: Tensor, counters: Tensor, *, gate_up: int = 0, block_m: int,
     block_o: int, block_k: int, parts: int, split: int, stages: int, warps: int, prefetch: int,
     buffers: PeerBuffers | None = None, pdl: bool,
 ) -> Tensor:  # fmt: skip

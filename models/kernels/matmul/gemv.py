@@ -122,7 +122,7 @@ def _gemv_kernel(
 def gemv(
     x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, *, scale: Tensor | None = None,
     block: tuple[int, int] = (0, 0), norm_K: Tensor | None = None, eps: float = 0.0, residual_MK: Tensor | None = None,
-    gate_up: bool = False, block_o: int, chunk: int, warps: int, prefetch: int = 0, first_wave: int = 0,
+    gate_up: int = 0, block_o: int, chunk: int, warps: int, prefetch: int = 0, first_wave: int = 0,
     buffers: PeerBuffers | None = None, wide: bool = False, pdl: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.epilogue import gated_mul
 from models.kernels.shared_memory import fitting_steps
 from models.kernels.traits import H200
 
@@ -181,7 +182,7 @@ def _invariant_linear_kernel(
         result = tl.trans(total)
         if GATE_UP:
             gate, up = tl.split(tl.reshape(result, (BLOCK_M, width, 2)))
-            result = gate * tl.sigmoid(gate) * up
+            result = gated_mul(gate, up, GATE_UP)
         if BIAS:
             result += tl.load(bias_ptr + outs, mask=outs < outputs, other=0.0).to(tl.float32)[None, :]
         mask = row_mask & (outs < outputs)[None, :]
@@ -190,7 +191,7 @@ def _invariant_linear_kernel(
 
 
 def linear(
-    x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *, gate_up: bool = False,
+    x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *, gate_up: int = 0,
     tile: Tile | None = None, apart: bool | None = None, shared_bytes: int = H200.shared_bytes, pdl: bool,
 ) -> Tensor:  # fmt: skip
     """y = x @ W^T + bias [M, O], with SiLU-mul behind where asked (then [M, O / 2]). A row of y has the same bits

@@ -1,4 +1,4 @@
-"""RMSNorm with an optional residual add, two norms side by side, and SiLU-mul, one Triton launch each.
+"""RMSNorm with an optional residual add, two norms side by side, and SiLU-mul or GELU-mul, one Triton launch each.
 
 Knows: row kernels over contiguous [T, N] activations, whose results may be quantised in the same launch. Does not know:
 models, or which norms are fused elsewhere.
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.matmul.epilogue import gated_mul
 from models.row_buckets import LARGE_STEP
 from parallel.comm.quantise_triton import store_codes
 from parallel.comm.quantised import Quantised, memory_of
@@ -81,6 +82,7 @@ def _silu_mul_kernel(
     width,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,  # columns that share a scale; 0: out is no codes
+    FORM: tl.constexpr,  # see gated_mul
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -92,7 +94,7 @@ def _silu_mul_kernel(
         gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
-    out = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
+    out = gated_mul(gate, up, FORM).to(gate_up_ptr.dtype.element_ty)
     if GROUP == 0:
         tl.store(out_ptr + row * width + cols, out, mask=mask)
     else:
@@ -149,8 +151,8 @@ def joined_norms(x_TN: Tensor, x_norm_N: Tensor, y_TN: Tensor, y_norm_N: Tensor,
     return out_TX
 
 
-def silu_mul(gate_up_T2I: Tensor, pdl: bool, into: Quantised | None = None) -> Tensor:
-    """silu(first half) * second half, [T, I]; with ``into`` its codes."""
+def silu_mul(gate_up_T2I: Tensor, pdl: bool, into: Quantised | None = None, *, gelu: bool = False) -> Tensor:
+    """silu(first half) * second half, [T, I], or gelu; with ``into`` its codes."""
     rows, width = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
     group = 0 if into is None else into.group
     memory = memory_of(into or torch.empty(rows, width, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device))
@@ -158,7 +160,7 @@ def silu_mul(gate_up_T2I: Tensor, pdl: bool, into: Quantised | None = None) -> T
         block = max(min(1024, triton.next_power_of_2(width)), triton.next_power_of_2(group))
         _silu_mul_kernel[(rows, triton.cdiv(width, block))](
             gate_up_T2I, *memory, width,
-            BLOCK=block, GROUP=group, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
+            BLOCK=block, GROUP=group, FORM=1 + gelu, PDL=pdl, num_warps=max(1, min(16, block // 256)), launch_pdl=pdl,
         )  # fmt: skip
     return memory[0]
 

@@ -153,7 +153,7 @@ def workspace_floats(rows: int, weight_rows: int, block_m: int, block_o: int, sp
 def skinny(
     x_MK: Activations, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *,
     scale: Tensor | None = None, block: tuple[int, int] = (0, 0), norm_K: Tensor | None = None, eps: float = 0.0,
-    residual_MK: Tensor | None = None, gate_up: bool = False, block_m: int, block_o: int, block_k: int, split: int,
+    residual_MK: Tensor | None = None, gate_up: int = 0, block_m: int, block_o: int, block_k: int, split: int,
     stages: int, warps: int, prefetch: int, late: bool = False, buffers: PeerBuffers | None = None, pdl: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual') as gemv.py's ``gemv``: y = x @ W^T + bias [M, O] with, where given, rms_norm(x + residual) in

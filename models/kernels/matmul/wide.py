@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.epilogue import gated_mul
 from models.kernels.traits import TALL_ROWS
 from parallel.comm.quantised import Activations
 
@@ -123,7 +124,7 @@ def _finish(
     result = acc
     if GATE_UP:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, width)), (0, 2, 1)))
-        result = gate * tl.sigmoid(gate) * up
+        result = gated_mul(gate, up, GATE_UP)
     outs = first + tl.arange(0, width)
     if BIAS:
         result += tl.load(bias_ptr + outs).to(tl.float32)[None, :]
@@ -227,7 +228,7 @@ def workspace_floats(weight_rows: int, block_m: int, split: int) -> int:
 
 def wide(
     x_MK: Activations, weight_OK: Tensor, bias_O: Tensor | None, partial: Tensor, counters: Tensor, *,
-    scale: Tensor | None = None, block: tuple[int, int] = (0, 0), gate_up: bool = False, block_m: int, block_o: int,
+    scale: Tensor | None = None, block: tuple[int, int] = (0, 0), gate_up: int = 0, block_m: int, block_o: int,
     block_k: int, split: int, stages: int, warps: int, prefetch: int, late: bool = False, pdl: bool,
 ) -> Tensor:  # fmt: skip
     """y = x @ W^T + bias [M, O], of 16-bit dtype, with SiLU-mul behind where asked (then [M, O / 2]); M <= ``block_m``.

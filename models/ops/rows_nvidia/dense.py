@@ -70,11 +70,12 @@ def _invariant_product(*, gate_up: bool) -> Bind:
         def product(x_TN: Tensor, weight: Weight, into: None = None) -> Tensor:
             if weight.parts:
                 found = torch.cat([product(x_TN, part) for part in weight.parts], -1)
-                return norm.silu_mul(found, pdl) if gate_up else found
+                return norm.silu_mul(found, pdl, gelu=weight.gelu) if gate_up else found
             if weight.order is not None:  # of the columns of codes
                 x_TN = x_TN.index_select(1, weight.order)
             given = x_TN, codes.decoded(weight, x_TN.dtype, pdl), weight.bias, sums, counters
-            return invariant.linear(*given, gate_up=gate_up, shared_bytes=shared_bytes, pdl=pdl)
+            form = 2 if gate_up and weight.gelu else int(gate_up)
+            return invariant.linear(*given, gate_up=form, shared_bytes=shared_bytes, pdl=pdl)
 
         return product
 

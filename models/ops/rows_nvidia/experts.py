@@ -42,7 +42,7 @@ class ExpertCall(NamedTuple):
 
 def _call(
     x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
-    limit: float | None = None, gelu: bool = False,
+    limit: float | None = None,
 ) -> ExpertCall:  # fmt: skip
     tokens, choices = local_TC.shape
     blocks = gate_up.format.block, down.format.block
@@ -86,11 +86,11 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
 def _streamed(ops: Any, call: ExpertCall) -> Run:
     pdl, multiprocessors = ops.pdl, ops.traits.multiprocessors
     if call.coded == (True, True):
-        return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: streamed_four_bits.expert_mlp(
-            x_TN, gate_up, down, weights_TC, local_TC, pdl, **form
+        return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed_four_bits.expert_mlp(
+            x_TN, gate_up, down, weights_TC, local_TC, pdl, limit=limit
         )
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: streamed.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, **form
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: streamed.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, multiprocessors=multiprocessors, limit=limit
     )
 
 
@@ -104,16 +104,16 @@ def _tiles(ops: Any, call: ExpertCall) -> LongListTiles | None:
 def _long_lists(ops: Any, call: ExpertCall) -> Run:
     pdl, tiles = ops.pdl, _tiles(ops, call)
     assert tiles is not None
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: grouped_tma.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, tiles, **form
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts: grouped_tma.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, tiles
     )
 
 
 def _lists(ops: Any, call: ExpertCall) -> Run:
     given = {"shared_bytes": ops.traits.shared_bytes, "narrow": ops.fp8_activations != "never"}
     pdl = ops.pdl
-    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, **form: grouped.expert_mlp(
-        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, **form, **given
+    return lambda x_TN, gate_up, down, weights_TC, local_TC, all_experts, limit=None: grouped.expert_mlp(
+        x_TN, gate_up, down, weights_TC, local_TC, pdl, all_experts=all_experts, limit=limit, **given
     )
 
 

@@ -103,7 +103,7 @@ def _then_silu(
     run: Product, pdl: bool, x_MK: Activations, weight: Weight, into: Quantised | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     out_MO, total_MK = run(x_MK, weight, **options)
-    return norm.silu_mul(out_MO, pdl, into), total_MK
+    return norm.silu_mul(out_MO, pdl, into, gelu=weight.gelu), total_MK
 
 
 def _then_codes(
@@ -121,7 +121,12 @@ def _as_codes(x_MK: Activations, weight: Weight, pdl: bool) -> Quantised:
     return codes.quantised_by(weight, numbers_of(x_MK), pdl)
 
 
-def _fused(kernel: Product) -> Product:
+def _form(shape: LinearShape, weight: Weight) -> int:
+    """The kernels' ``gate_up``."""
+    return 2 if shape.gate_up and weight.gelu else int(shape.gate_up)
+
+
+def _fused(kernel: Product, shape: LinearShape) -> Product:
     """Of a kernel that takes everything in one launch."""
 
     def run(
@@ -130,9 +135,8 @@ def _fused(kernel: Product) -> Product:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if weight.scale is not None:
             options |= {"scale": weight.scale, "block": weight.format.block}
-        return kernel(
-            x_MK, weight.data, weight.bias, norm_K=norm_K, eps=eps, residual_MK=residual_MK, buffers=buffers, **options
-        )
+        options |= {"norm_K": norm_K, "eps": eps, "residual_MK": residual_MK, "buffers": buffers}
+        return kernel(x_MK, weight.data, weight.bias, gate_up=_form(shape, weight), **options)
 
     return run
 
@@ -140,25 +144,26 @@ def _fused(kernel: Product) -> Product:
 def _gemv(products: Any, shape: LinearShape, choice: Gemv) -> Run:
     waves = first_wave(products.traits)
     given = dataclasses.asdict(choice)
-    return _fused(partial(gemv.gemv, gate_up=shape.gate_up, first_wave=waves, pdl=products.pdl, **given))
+    return _fused(partial(gemv.gemv, first_wave=waves, pdl=products.pdl, **given), shape)
 
 
 def _skinny(products: Any, shape: LinearShape, choice: Skinny) -> Run:
-    run, pdl = _fused(partial(skinny.skinny, **_shared(products, shape, choice))), products.pdl
+    run, pdl = _fused(partial(skinny.skinny, **_shared(products, choice)), shape), products.pdl
     if not choice.narrow:
         return run
     return lambda x_MK, weight, **options: run(_as_codes(x_MK, weight, pdl), weight, **options)
 
 
 def _wide(products: Any, shape: LinearShape, choice: Wide) -> Run:
-    kernel: Run = partial(wide.wide, **_shared(products, shape, choice))
+    kernel: Run = partial(wide.wide, **_shared(products, choice))
     pdl = products.pdl
 
     def run(x_MK: Activations, weight: Weight, buffers: PeerBuffers | None = None) -> tuple[Tensor, Any]:
+        form = _form(shape, weight)
         if weight.format.block is None:
-            return kernel(x_MK, weight.data, weight.bias), x_MK
+            return kernel(x_MK, weight.data, weight.bias, gate_up=form), x_MK
         scaled = {"scale": weight.scale, "block": weight.format.block}
-        return kernel(_as_codes(x_MK, weight, pdl), weight.data, weight.bias, **scaled), x_MK
+        return kernel(_as_codes(x_MK, weight, pdl), weight.data, weight.bias, gate_up=form, **scaled), x_MK
 
     return run
 
@@ -179,8 +184,11 @@ def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
 
 
 def _four_bits(products: Any, shape: LinearShape, choice: FourBits) -> Run:
-    kernel: Run = partial(four_bits.four_bits, **_shared(products, shape, choice))
-    return lambda x_MK, weight, buffers=None: (kernel(x_MK, weight, buffers=buffers), x_MK)
+    kernel: Run = partial(four_bits.four_bits, **_shared(products, choice))
+    return lambda x_MK, weight, buffers=None: (
+        kernel(x_MK, weight, buffers=buffers, gate_up=_form(shape, weight)),
+        x_MK,
+    )
 
 
 def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
@@ -192,13 +200,12 @@ def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     return run
 
 
-def _shared(products: Any, shape: LinearShape, choice: Skinny | Wide | FourBits) -> dict[str, Any]:
-    """What all take: workspaces, the form, the configuration."""
+def _shared(products: Any, choice: Skinny | Wide | FourBits) -> dict[str, Any]:
+    """What all take: workspaces, the configuration."""
     given = dataclasses.asdict(choice)
     for field in ("fold", "narrow"):
         given.pop(field, None)
-    spaces = {"partial": products._partial, "counters": products._counters, "pdl": products.pdl}
-    return {"gate_up": shape.gate_up, **spaces, **given}
+    return {"partial": products._partial, "counters": products._counters, "pdl": products.pdl, **given}
 
 
 def by_library(products: Any, choice: Choice) -> Run:

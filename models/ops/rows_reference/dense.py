@@ -25,14 +25,10 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> T
     return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
 
 
-def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
+def silu_mul(gate_up_T2I: Tensor, *, gelu: bool = False, into: None = None) -> Tensor:
     gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.silu(gate.float()).to(gate.dtype) * up
-
-
-def gelu_mul(gate_up_T2I: Tensor) -> Tensor:
-    gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.gelu(gate.float(), approximate="tanh").to(gate.dtype) * up
+    wide = gate.float()
+    return (F.gelu(wide, approximate="tanh") if gelu else F.silu(wide)).to(gate.dtype) * up
 
 
 def relu2(x_TI: Tensor) -> Tensor:
@@ -98,7 +94,7 @@ def add_norm_linear(
 
 
 def gate_up(ops: Ops, x_TN: Tensor, weight: Weight, into: None = None) -> Tensor:
-    return ops.silu_mul(ops.linear(x_TN, weight))
+    return ops.silu_mul(ops.linear(x_TN, weight), gelu=weight.gelu)
 
 
 def add_norm_gate_up(
@@ -123,7 +119,6 @@ ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),
     plain("relu2", relu2, INVARIANT),
-    plain("gelu_mul", gelu_mul, INVARIANT),
     composed("linear", linear, invariant=False),
     plain("router_logits", router_logits),
     plain("vocab_rows", vocab_rows, INVARIANT),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.kernels.sigmoid_routing import route_sigmoid
 from models.ops.contract import Ops
-from models.ops.rows_reference.dense import gelu_mul, linear, relu2, silu_mul
+from models.ops.rows_reference.dense import linear, relu2, silu_mul
 from models.ops.table import Row, plain
 from parallel.layers.weight import Weight
 
@@ -41,27 +41,24 @@ def route_top_k(
 
 def expert_mlp(
     ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, weights_TC: Tensor, local_TC: Tensor, *, all_experts: int,
-    limit: float | None = None, gelu: bool = False,
+    limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Every expert computes every token, and unrouted terms are masked: shapes do not depend on the routing."""
     out_TN = torch.zeros(x_TN.shape, dtype=_wide(x_TN), device=x_TN.device)
     for g in range(down.data.shape[0]):
         chosen_TC = local_TC == g
         weight_T1 = weights_TC.where(chosen_TC, 0).sum(-1, keepdim=True)
-        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g), limit, gelu) * weight_T1
+        term_TN = one_expert(ops, x_TN, gate_up.matrix(g), down.matrix(g), limit) * weight_T1
         out_TN += term_TN.where(chosen_TC.any(-1, keepdim=True), 0)
     return out_TN.to(x_TN.dtype)
 
 
-def one_expert(
-    ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, limit: float | None = None, gelu: bool = False
-) -> Tensor:
+def one_expert(ops: Ops, x_TN: Tensor, gate_up: Weight, down: Weight, limit: float | None = None) -> Tensor:
     """[T, N], of all tokens."""
     up_TX = linear(ops, x_TN, gate_up)
     if limit is not None:
         return linear(ops, clamped_swiglu(up_TX, limit), down)
-    gated = gelu_mul if gelu else silu_mul
-    inner_TI = gated(up_TX) if gate_up.outputs > down.inner else relu2(up_TX)
+    inner_TI = silu_mul(up_TX, gelu=gate_up.gelu) if gate_up.outputs > down.inner else relu2(up_TX)
     return linear(ops, inner_TI, down)
 
 

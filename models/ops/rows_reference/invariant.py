@@ -44,14 +44,9 @@ def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> T
     return one_by_one(lambda x_1N: dense.rms_norm(x_1N, weight_N, eps), x_TN)
 
 
-def silu_mul(gate_up_T2I: Tensor, *, into: None = None) -> Tensor:
+def silu_mul(gate_up_T2I: Tensor, *, gelu: bool = False, into: None = None) -> Tensor:
     out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
-    return one_by_one(dense.silu_mul, gate_up_T2I, out_TI)
-
-
-def gelu_mul(gate_up_T2I: Tensor) -> Tensor:
-    out_TI = gate_up_T2I.new_empty(gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2)
-    return one_by_one(dense.gelu_mul, gate_up_T2I, out_TI)
+    return one_by_one(partial(dense.silu_mul, gelu=gelu), gate_up_T2I, out_TI)
 
 
 def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
@@ -247,7 +242,7 @@ def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, s
             state[slot] = before
 
 
-_DENSE = rms_norm, silu_mul, gelu_mul, router_logits, gated_add
+_DENSE = rms_norm, silu_mul, router_logits, gated_add
 _OTHERS = decode_attention, route_top_k, route_sigmoid, causal_conv, gated_delta
 ROWS: tuple[Row, ...] = (
     *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, *_OTHERS)),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,19 +123,18 @@ def check_mlp(
     gate_up = (torch.randn(experts, matrices * inner, hidden) / hidden**0.5).to(dtype)
     down = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
     weights, chosen = torch.rand(tokens, choices), choice_of(tokens, choices, experts, 0.4)
-    clamped: dict[str, Any] = {} if limit is None else {"limit": limit}
-    clamped |= {"gelu": True} if gelu else {}
+    clamped = {} if limit is None else {"limit": limit}
     up_bias, down_bias = (
         None if limit is None else torch.randn(experts, n).to(dtype) for n in (matrices * inner, hidden)
     )
     up, wide_up = (
-        Weight.of(gate_up, up_bias),
-        Weight.of(gate_up.double(), None if up_bias is None else up_bias.double()),
+        replace(Weight.of(gate_up, up_bias), gelu=gelu),
+        replace(Weight.of(gate_up.double(), None if up_bias is None else up_bias.double()), gelu=gelu),
     )
     last = Weight.of(down, down_bias), Weight.of(down.double(), None if down_bias is None else down_bias.double())
     found = form(x, up, last[0], weights, chosen, False, **clamped)
     expected = REFERENCE.expert_mlp(
-        x.double(), wide_up, last[1], weights.double(), chosen, all_experts=2 * experts, **clamped
+        x.double(), wide_up, last[1], weights.double(), chosen, all_experts=2 * experts, limit=limit
     )
     check(found[:-1], expected[:-1], TOLERANCE[dtype], (tokens, choices, experts, sizes, dtype, form))
     assert found[-1].tolist() == [0.0] * hidden

@@ -61,9 +61,10 @@ TILES = (Tile(16, 64, 128, 3, 4), Tile(32, 32, 64, 2, 4), Tile(64, 64, 128, 3, 4
 def products(kernels: InvariantNvidia) -> None:
     """Three segments; a weight that is no multiple of a tile or step; with SiLU-mul and with a bias."""
     for outputs, inner, dtype, gate_up in (
-        (96, 1536, torch.float16, False),
-        (96, 1536, torch.float32, True),
-        (50, 72, torch.float16, False),
+        (96, 1536, torch.float16, 0),
+        (96, 1536, torch.float32, 1),
+        (48, 72, torch.float32, 2),
+        (50, 72, torch.float16, 0),
     ):
         x, weight = randn(70, inner, dtype=dtype), randn(outputs, inner, dtype=dtype) * inner**-0.5
         bias = None if gate_up else randn(outputs, dtype=dtype)
@@ -71,13 +72,14 @@ def products(kernels: InvariantNvidia) -> None:
         assert segments == (3 if inner == 1536 else 1)
 
         def product(
-            x: Tensor, more: dict[str, Any], w: Tensor = weight, b: Tensor | None = bias, g: bool = gate_up
+            x: Tensor, more: dict[str, Any], w: Tensor = weight, b: Tensor | None = bias, g: int = gate_up
         ) -> Tensor:
             return matmul.linear(x, w, b, kernels.sums, kernels.counters, gate_up=g, pdl=False, **more)
 
         together = product(x, {})
         plain = REFERENCE.linear(x, Weight.of(weight, bias))
-        check(together, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, ("product", outputs, inner))
+        gated = REFERENCE.silu_mul(plain, gelu=gate_up == 2) if gate_up else plain
+        check(together, gated, dtype, ("product", outputs, inner))
         for rows in (1, 7, 16, 33):
             picked = torch.randperm(70)[:rows]
             same(product(x[picked], {}), together[picked], ("rows", rows, outputs, inner))

@@ -84,7 +84,9 @@ def rows(kernels: Nvidia) -> None:
             out, kept = kernels.add_rms_norm(x, residual.clone(), weight[0], 1e-6)
             check(out, expected, dtype, ("add and norm", width))
             check(kept, total, dtype, ("residual", width))
-            check(norm_kernels.silu_mul(x, False), REFERENCE.silu_mul(x), dtype, ("SiLU-mul", width))
+            for gelu in (False, True):
+                found = norm_kernels.silu_mul(x, False, gelu=gelu)
+                check(found, REFERENCE.silu_mul(x, gelu=gelu), dtype, ("gated", width, gelu))
         table, ids = Weight.of(randn(24, 2500, dtype=dtype)), torch.tensor([16, 15, 39, 40, 0, 2**31 - 1, 20])
         for first, held in ((16, 24), (0, 16), (40, 0)):
             found = kernels.vocab_rows(table, ids, first, held)
@@ -155,7 +157,8 @@ def products(kernels: Nvidia) -> None:
             shape = LinearShape(count, outputs, inner, dtype, normed=True, gate_up=gate_up).bucket
             hidden, total = REFERENCE.add_rms_norm(x, residual, norm[0], 1e-6)
             offset = None if gate_up else bias  # no gate-up has a bias
-            biased, bare = Weight.of(weight, offset), Weight.of(weight)
+            gelu = gate_up and count == 3
+            biased, bare = (dataclasses.replace(Weight.of(weight, one), gelu=gelu) for one in (offset, None))
             plain = REFERENCE.linear(x, biased)
             after = REFERENCE.linear(hidden, bare)
             if count <= candidates.MOST_GEMV_ROWS:
@@ -163,11 +166,12 @@ def products(kernels: Nvidia) -> None:
             for choice in some(shape):
                 kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
                 found = kernels.matmul.run(x, biased, choice, gate_up=gate_up)
-                check(found, REFERENCE.silu_mul(plain) if gate_up else plain, dtype, (choice, gate_up))
+                check(found, REFERENCE.silu_mul(plain, gelu=gelu) if gate_up else plain, dtype, (choice, gate_up))
                 found, kept = kernels.matmul.run_normed(
                     x, residual.clone(), norm[0], 1e-6, bare, choice, gate_up=gate_up
                 )
-                check(found, REFERENCE.silu_mul(after) if gate_up else after, dtype, ("norm", choice, gate_up))
+                gated = REFERENCE.silu_mul(after, gelu=gelu) if gate_up else after
+                check(found, gated, dtype, ("norm", choice, gate_up))
                 check(kept, total, dtype, ("residual", choice))
     assert {(Gemv, False, False), (Skinny, False, True), (Skinny, True, True), (Wide, False, True)} <= kinds, kinds
     check_counters(kernels)

@@ -181,7 +181,6 @@ def test_what_is_not_batch_invariant_is_named() -> None:
         "prefill_attention",
         "relu2",
         "vocab_rows",
-        "gelu_mul",
     ]
     with rig(kernels=invariant_kernels()) as engine:
         model = engine.executor._model
