@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isnan, nan
+from operator import attrgetter
+from typing import Any
 
 # Upper bounds, in seconds, of the buckets that agreements are counted in; one more is beyond them.
 AGREEMENT_BOUNDS = (
@@ -73,7 +75,12 @@ class StepRecord:
 
 
 _NONE = -1  # of a count that was not taken
-_LAYOUT = struct.Struct("<8i10q2d")
+_LAYOUT = struct.Struct("<8i10q2d")  # two words, counts, times, the device's; StepRecord's fields are in this order
+_counts = attrgetter("bucket", "rows", "ghosts", "exchange_rows", "width", "gained")
+_times = attrgetter(
+    *("step", "began_at_ns", "agree_ns", "plan_ns", "launch_ns", "land_at_ns", "wait_ns", "land_ns"),
+    *("seen_at_ns", "read_at_ns"),
+)
 
 
 class StepLog:
@@ -96,62 +103,21 @@ class StepLog:
 
     def add(self, record: StepRecord) -> None:
         """Copies ``record``; the oldest is dropped when there is no room."""
-        _LAYOUT.pack_into(
-            self._packed,
-            self.added % self.capacity * _LAYOUT.size,
-            self._number(record.role),
-            self._number(record.break_reason),
-            record.bucket,
-            record.rows,
-            record.ghosts,
-            _NONE if record.exchange_rows is None else record.exchange_rows,
-            record.width,
-            _NONE if record.gained is None else record.gained,
-            record.step,
-            record.began_at_ns,
-            record.agree_ns,
-            record.plan_ns,
-            record.launch_ns,
-            record.land_at_ns,
-            record.wait_ns,
-            record.land_ns,
-            record.seen_at_ns,
-            record.read_at_ns,
-            nan if record.device_started_ms is None else record.device_started_ms,
-            nan if record.device_ended_ms is None else record.device_ended_ms,
-        )
+        counts = (_NONE if count is None else count for count in _counts(record))
+        device = (nan if ms is None else ms for ms in (record.device_started_ms, record.device_ended_ms))
+        words, at = map(self._number, (record.role, record.break_reason)), self.added % self.capacity * _LAYOUT.size
+        _LAYOUT.pack_into(self._packed, at, *words, *counts, *_times(record), *device)
         self.added += 1
 
     def records(self) -> Iterator[StepRecord]:
         """Copies, oldest first."""
         words = list(self._words)
         for i in range(self.dropped, self.added):
-            role, why, bucket, rows, ghosts, exchanged, width, gained, step, *times, started, ended = (
-                _LAYOUT.unpack_from(self._packed, i % self.capacity * _LAYOUT.size)
-            )
-            began, agree, plan, launch, land_at, wait, land, seen, read = times
-            yield StepRecord(
-                step=step,
-                began_at_ns=began,
-                role=words[role] or VOID,
-                bucket=bucket,
-                rows=rows,
-                ghosts=ghosts,
-                exchange_rows=None if exchanged == _NONE else exchanged,
-                width=width,
-                gained=None if gained == _NONE else gained,
-                break_reason=words[why],
-                agree_ns=agree,
-                plan_ns=plan,
-                launch_ns=launch,
-                land_at_ns=land_at,
-                wait_ns=wait,
-                land_ns=land,
-                seen_at_ns=seen,
-                read_at_ns=read,
-                device_started_ms=None if isnan(started) else started,
-                device_ended_ms=None if isnan(ended) else ended,
-            )
+            role, why, *found, started, ended = _LAYOUT.unpack_from(self._packed, i % self.capacity * _LAYOUT.size)
+            (step, began, *times), device = found[6:], [None if isnan(ms) else ms for ms in (started, ended)]
+            counts = (None if count == _NONE else count for count in found[:6])
+            values: list[Any] = [step, began, words[role] or VOID, *counts, words[why], *times, *device]
+            yield StepRecord(*values)
 
     def _number(self, word: str | None) -> int:
         return self._words.setdefault(word, len(self._words))

@@ -125,6 +125,16 @@ class _ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, forbid_unk
     pass
 
 
+# Events whose fields travel as they are.
+_MIRRORS: dict[type[Event], type[_Wire]] = {
+    Cancel: _Cancel,
+    Pause: _Pause,
+    Resume: _Resume,
+    Continue: _Continue,
+    Branch: _Branch,
+    ResetPrefixCache: _ResetPrefixCache,
+}
+_MIRRORED = {wire: event for event, wire in _MIRRORS.items()}
 _Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -228,21 +238,12 @@ def _to_wire(event: Event) -> _Wire:
         prompt = _pack_tokens(request.request_id, "prompt_token_ids", request.prompt_token_ids)
         wire = _Request(request.request_id, prompt, mirrored, request.stop_token_ids, request.priority)
         return _Admit(wire, event.quantum, event.keep)
-    if isinstance(event, Cancel):
-        return _Cancel(event.request_id, event.reason)
-    if isinstance(event, Pause):
-        return _Pause(event.request_id)
-    if isinstance(event, Resume):
-        return _Resume(event.request_id)
-    if isinstance(event, Continue):
-        return _Continue(event.request_id, event.epoch, event.tokens)
     if isinstance(event, Extend):
         said = _pack_tokens(event.request_id, "token_ids", event.token_ids)
         return _Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
-    if isinstance(event, Branch):
-        return _Branch(event.request_id, event.parent, event.scored)
-    if isinstance(event, ResetPrefixCache):
-        return _ResetPrefixCache()
+    mirror = _MIRRORS.get(type(event))
+    if mirror is not None:
+        return mirror(*(getattr(event, name) for name in mirror.__struct_fields__))
     raise EventsRefused(f"{type(event).__name__} is no event that can be sent")
 
 
@@ -274,17 +275,7 @@ def _from_wire(event: _Wire, own_prompt: array[int] | None = None) -> Event:
         sampling = SamplingParams(*_sampling_fields(request.sampling))
         arrived = Request(request.request_id, prompt, sampling, request.stop_token_ids, request.priority)
         return Admit(arrived, event.quantum, event.keep)
-    if isinstance(event, _Cancel):
-        return Cancel(event.request_id, event.reason)
-    if isinstance(event, _Pause):
-        return Pause(event.request_id)
-    if isinstance(event, _Resume):
-        return Resume(event.request_id)
-    if isinstance(event, _Continue):
-        return Continue(event.request_id, event.epoch, event.tokens)
     if isinstance(event, _Extend):
         said = _unpack_tokens(event.token_ids)
         return Extend(event.request_id, event.epoch, said, event.max_tokens, event.tokens)
-    if isinstance(event, _Branch):
-        return Branch(event.request_id, event.parent, event.scored)
-    return ResetPrefixCache()
+    return _MIRRORED[type(event)](*(getattr(event, name) for name in event.__struct_fields__))

@@ -63,6 +63,15 @@ class Limits:
         return self.deadline / 4
 
 
+_State = TypeVar("_State", bound=StrEnum)
+_Input = TypeVar("_Input", bound=StrEnum)
+
+
+def _table(edges: Mapping[_State, Mapping[_State, tuple[_Input, ...]]]) -> Mapping[_State, Mapping[_Input, _State]]:
+    """By state and input the state that follows, of the inputs that lead from each state to each other one."""
+    return {state: {given: after for after in row for given in row[after]} for state, row in edges.items()}
+
+
 class LeaderState(StrEnum):
     RUNNING = "running"
     AGREEING = "agreeing"  # waiting for all ranks' numbers
@@ -93,92 +102,42 @@ class LeaderInput(StrEnum):
 
 
 _L, _LI = LeaderState, LeaderInput
-LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = {
-    _L.RUNNING: {
-        _LI.TURN: _L.RUNNING,
-        _LI.STOP_TURN: _L.STOPPED,
-        _LI.SUBMIT_STOP: _L.RUNNING,
-        _LI.SAME: _L.RUNNING,
-        _LI.DIFFERS: _L.DIVERGED,
-        _LI.RESEND: _L.RUNNING,
-        _LI.PROPOSE: _L.AGREEING,
-        _LI.PROPOSED: _L.RUNNING,
-        _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DIVERGED,
-        _LI.LEFT: _L.RUNNING,
-        _LI.LOST: _L.ENDED,
-        _LI.LATE: _L.ENDED,
-        _LI.END: _L.ENDED,
-        _LI.LEAVE: _L.ENDED,
-    },
-    _L.AGREEING: {
-        _LI.SUBMIT_STOP: _L.AGREEING,
-        _LI.SAME: _L.AGREEING,
-        _LI.DIFFERS: _L.DIVERGED,
-        _LI.RESEND: _L.AGREEING,
-        _LI.PROPOSED: _L.AGREEING,
-        _LI.AGREED: _L.RUNNING,
-        _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DIVERGED,
-        _LI.LOST: _L.ENDED,
-        _LI.LATE: _L.ENDED,
-        _LI.END: _L.ENDED,
-        _LI.LEAVE: _L.ENDED,
-    },
-    _L.DIVERGED: {
-        _LI.SAME: _L.DIVERGED,
-        _LI.DIFFERS: _L.DIVERGED,
-        _LI.RESEND: _L.DIVERGED,
-        _LI.PROPOSED: _L.DIVERGED,
-        _LI.CONTRADICTS: _L.DIVERGED,
-        _LI.EXPLAINED: _L.DIVERGED,
-        _LI.RESOLVED: _L.ENDED,
-        _LI.LEFT: _L.DIVERGED,
-        _LI.LOST: _L.DIVERGED,  # the diverging rank may have given up already; the verdict still comes
-        _LI.END: _L.DIVERGED,
-        _LI.LEAVE: _L.ENDED,
-    },
-    _L.STOPPED: {
-        _LI.SAME: _L.STOPPED,
-        _LI.DIFFERS: _L.DIVERGED,
-        _LI.RESEND: _L.STOPPED,
-        _LI.PROPOSE: _L.FINISHING,
-        _LI.PROPOSED: _L.STOPPED,
-        _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DIVERGED,
-        _LI.LEFT: _L.STOPPED,
-        _LI.LOST: _L.ENDED,
-        _LI.LATE: _L.ENDED,
-        _LI.END: _L.ENDED,
-        _LI.LEAVE: _L.STOPPED,
-    },
-    _L.FINISHING: {
-        _LI.SAME: _L.FINISHING,
-        _LI.DIFFERS: _L.DIVERGED,
-        _LI.RESEND: _L.FINISHING,
-        _LI.PROPOSED: _L.FINISHING,
-        _LI.AGREED: _L.STOPPED,
-        _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.DIVERGED,
-        _LI.LOST: _L.ENDED,
-        _LI.LATE: _L.ENDED,
-        _LI.END: _L.ENDED,
-        _LI.LEAVE: _L.ENDED,
-    },
-    _L.ENDED: {
-        _LI.SAME: _L.ENDED,
-        _LI.DIFFERS: _L.ENDED,
-        _LI.RESEND: _L.ENDED,
-        _LI.PROPOSED: _L.ENDED,
-        _LI.CONTRADICTS: _L.ENDED,
-        _LI.EXPLAINED: _L.ENDED,
-        _LI.LEFT: _L.ENDED,
-        _LI.LOST: _L.ENDED,
-        _LI.LATE: _L.ENDED,
-        _LI.END: _L.ENDED,
-        _LI.LEAVE: _L.ENDED,
-    },
-}
+# What ranks may send, or how they go, until the end.
+_SENT = (_LI.SAME, _LI.DIFFERS, _LI.RESEND, _LI.PROPOSED, _LI.CONTRADICTS, _LI.EXPLAINED, _LI.LEFT, _LI.LOST, _LI.END)
+LEADER_TABLE: Final[Mapping[LeaderState, Mapping[LeaderInput, LeaderState]]] = _table(
+    {
+        _L.RUNNING: {
+            _L.RUNNING: (_LI.TURN, _LI.SUBMIT_STOP, _LI.SAME, _LI.RESEND, _LI.PROPOSED, _LI.LEFT),
+            _L.STOPPED: (_LI.STOP_TURN,),
+            _L.DIVERGED: (_LI.DIFFERS, _LI.EXPLAINED),
+            _L.AGREEING: (_LI.PROPOSE,),
+            _L.ENDED: (_LI.CONTRADICTS, _LI.LOST, _LI.LATE, _LI.END, _LI.LEAVE),
+        },
+        _L.AGREEING: {
+            _L.AGREEING: (_LI.SUBMIT_STOP, _LI.SAME, _LI.RESEND, _LI.PROPOSED),
+            _L.DIVERGED: (_LI.DIFFERS, _LI.EXPLAINED),
+            _L.RUNNING: (_LI.AGREED,),
+            _L.ENDED: (_LI.CONTRADICTS, _LI.LOST, _LI.LATE, _LI.END, _LI.LEAVE),
+        },
+        _L.DIVERGED: {
+            _L.DIVERGED: _SENT,  # LOST: the diverging rank may have given up already; the verdict still comes
+            _L.ENDED: (_LI.RESOLVED, _LI.LEAVE),
+        },
+        _L.STOPPED: {
+            _L.STOPPED: (_LI.SAME, _LI.RESEND, _LI.PROPOSED, _LI.LEFT, _LI.LEAVE),
+            _L.DIVERGED: (_LI.DIFFERS, _LI.EXPLAINED),
+            _L.FINISHING: (_LI.PROPOSE,),
+            _L.ENDED: (_LI.CONTRADICTS, _LI.LOST, _LI.LATE, _LI.END),
+        },
+        _L.FINISHING: {
+            _L.FINISHING: (_LI.SAME, _LI.RESEND, _LI.PROPOSED),
+            _L.DIVERGED: (_LI.DIFFERS, _LI.EXPLAINED),
+            _L.STOPPED: (_LI.AGREED,),
+            _L.ENDED: (_LI.CONTRADICTS, _LI.LOST, _LI.LATE, _LI.END, _LI.LEAVE),
+        },
+        _L.ENDED: {_L.ENDED: (*_SENT, _LI.LATE, _LI.LEAVE)},
+    }
+)
 
 
 class FollowerState(StrEnum):
@@ -208,79 +167,48 @@ class FollowerInput(StrEnum):
 
 
 _F, _FI = FollowerState, FollowerInput
-FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerState]]] = {
-    _F.PLANNING: {
-        _FI.TURN: _F.WAITING,
-        _FI.PROPOSE: _F.AGREEING,
-        _FI.RECORD: _F.PLANNING,
-        _FI.ALIVE: _F.PLANNING,
-        _FI.EXPLAIN: _F.DIVERGED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-    _F.WAITING: {
-        _FI.RECORD: _F.WAITING,
-        _FI.ALIVE: _F.WAITING,
-        _FI.EFFECT: _F.PLANNING,
-        _FI.STOP_EFFECT: _F.STOPPED,
-        _FI.DIFFERS: _F.DIVERGED,
-        _FI.EXPLAIN: _F.DIVERGED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LATE: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-    _F.AGREEING: {
-        _FI.RECORD: _F.AGREEING,
-        _FI.ALIVE: _F.AGREEING,
-        _FI.AGREED: _F.PLANNING,
-        _FI.EXPLAIN: _F.DIVERGED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LATE: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-    _F.DIVERGED: {
-        _FI.RECORD: _F.DIVERGED,
-        _FI.ALIVE: _F.DIVERGED,
-        _FI.EXPLAIN: _F.DIVERGED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LATE: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-    _F.STOPPED: {
-        _FI.PROPOSE: _F.FINISHING,
-        _FI.RECORD: _F.STOPPED,
-        _FI.ALIVE: _F.STOPPED,
-        _FI.EXPLAIN: _F.STOPPED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.STOPPED,
-        _FI.LEAVE: _F.STOPPED,
-    },
-    _F.FINISHING: {
-        _FI.RECORD: _F.FINISHING,
-        _FI.ALIVE: _F.FINISHING,
-        _FI.AGREED: _F.STOPPED,
-        _FI.EXPLAIN: _F.DIVERGED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LATE: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-    _F.ENDED: {
-        _FI.RECORD: _F.ENDED,
-        _FI.ALIVE: _F.ENDED,
-        _FI.EXPLAIN: _F.ENDED,
-        _FI.VERDICT: _F.ENDED,
-        _FI.LOST: _F.ENDED,
-        _FI.LEAVE: _F.ENDED,
-    },
-}
-
-_State = TypeVar("_State", bound=StrEnum)
-_Input = TypeVar("_Input", bound=StrEnum)
+FOLLOWER_TABLE: Final[Mapping[FollowerState, Mapping[FollowerInput, FollowerState]]] = _table(
+    {
+        _F.PLANNING: {
+            _F.PLANNING: (_FI.RECORD, _FI.ALIVE),
+            _F.WAITING: (_FI.TURN,),
+            _F.AGREEING: (_FI.PROPOSE,),
+            _F.DIVERGED: (_FI.EXPLAIN,),
+            _F.ENDED: (_FI.VERDICT, _FI.LOST, _FI.LEAVE),
+        },
+        _F.WAITING: {
+            _F.WAITING: (_FI.RECORD, _FI.ALIVE),
+            _F.PLANNING: (_FI.EFFECT,),
+            _F.STOPPED: (_FI.STOP_EFFECT,),
+            _F.DIVERGED: (_FI.DIFFERS, _FI.EXPLAIN),
+            _F.ENDED: (_FI.VERDICT, _FI.LOST, _FI.LATE, _FI.LEAVE),
+        },
+        _F.AGREEING: {
+            _F.AGREEING: (_FI.RECORD, _FI.ALIVE),
+            _F.PLANNING: (_FI.AGREED,),
+            _F.DIVERGED: (_FI.EXPLAIN,),
+            _F.ENDED: (_FI.VERDICT, _FI.LOST, _FI.LATE, _FI.LEAVE),
+        },
+        _F.DIVERGED: {
+            _F.DIVERGED: (_FI.RECORD, _FI.ALIVE, _FI.EXPLAIN),
+            _F.ENDED: (_FI.VERDICT, _FI.LOST, _FI.LATE, _FI.LEAVE),
+        },
+        _F.STOPPED: {
+            _F.STOPPED: (_FI.RECORD, _FI.ALIVE, _FI.EXPLAIN, _FI.LOST, _FI.LEAVE),
+            _F.FINISHING: (_FI.PROPOSE,),
+            _F.ENDED: (_FI.VERDICT,),
+        },
+        _F.FINISHING: {
+            _F.FINISHING: (_FI.RECORD, _FI.ALIVE),
+            _F.STOPPED: (_FI.AGREED,),
+            _F.DIVERGED: (_FI.EXPLAIN,),
+            _F.ENDED: (_FI.VERDICT, _FI.LOST, _FI.LATE, _FI.LEAVE),
+        },
+        _F.ENDED: {
+            _F.ENDED: (_FI.RECORD, _FI.ALIVE, _FI.EXPLAIN, _FI.VERDICT, _FI.LOST, _FI.LEAVE),
+        },
+    }
+)
 
 
 def following(table: Mapping[_State, Mapping[_Input, _State]], state: _State, given: _Input) -> _State:
