@@ -75,8 +75,8 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
     config = config_from_folder(SHAPES / folder)
     assert config.max_length >= 4096
     vocabularies = {"nemotron": 131_072, "qwen3.5": 248_320, "glm": 151_552, "minimax": 200_064, "mistral": 131_072}
-    vocabularies |= {"gpt": 201_088, "gemma": 262_208}
-    assert config.vocab_size == vocabularies.get(folder.partition("-")[0], 151_936)
+    vocabularies |= {"gpt": 201_088, "gemma": 262_208, "gemma-4-26b-a4b": 262_144}
+    assert config.vocab_size == vocabularies.get(folder, vocabularies.get(folder.partition("-")[0], 151_936))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,10 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
         ("gpt-oss-20b", 20.9, 4.19),
         ("glm-4.5-355b-a32b", 352.8, 33.6),
         ("minimax-m2-230b-a10b", 228.7, 11.0),
+        ("gemma-3-27b", 27.01, 27.01),
+        ("gemma-4-26b-a4b", 25.23, 3.81),
         ("mistral-nemo-12b", 12.25, 12.25),
+        ("mistral-small-24b", 23.57, 23.57),
         ("qwen3-next-80b-a3b", 79.7, 3.9),
         ("qwen3.5-27b", 26.9, 26.9),
         ("qwen3.5-35b-a3b", 34.7, 3.5),
@@ -96,7 +99,7 @@ def test_every_shape_is_a_model_folder(folder: str) -> None:
 def test_hybrid_shapes_have_their_sizes_and_states(folder: str, billions: float, active: float) -> None:
     """Against what a model of that shape allocates, whose norms and filters the floor leaves out."""
     shape, config = Shape.from_folder(SHAPES / folder), config_from_folder(SHAPES / folder)
-    embedding = config.vocab_size * config.hidden_size
+    embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
     model = build(config, device="meta")
     total = shape.dense + shape.expert * shape.experts + embedding
     assert total == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
