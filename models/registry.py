@@ -50,6 +50,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Gemma3ForConditionalGeneration": Gemma3,
     "Gemma4ForCausalLM": Gemma4,
     "Gemma4ForConditionalGeneration": Gemma4,
+    "Gemma4UnifiedForCausalLM": Gemma4,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeForCausalLM": GraniteMoe,

@@ -44,6 +44,8 @@ _DEFAULTS: dict[str, Any] = {
         _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
 }
+_UNIFIED = {"max_position_embeddings": 262144, "hidden_size_per_layer_input": 0, "sliding_window": 1024}  # 12B
+_OTHERS = "as of E2B and E4B (12B, 26B-A4B and 31B open)"
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +53,8 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     sliding layers under '_sliding_rope', and sizes of full layers in two keys."""
     if architecture_of(config).endswith("ForConditionalGeneration"):
         config = text_part(config)
-    given = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    usual = _DEFAULTS | (_UNIFIED if architecture_of(config).startswith("Gemma4Unified") else {})
+    given = {**usual, **{key: value for key, value in config.items() if value is not None}}
     layers = ConfigReader(given).size("num_hidden_layers", most=MOST_LAYERS)
     kinds = given.setdefault("layer_types", [_FULL if (n + 1) % 6 == 0 else _SLIDING for n in range(layers)])
     if isinstance(kinds, list) and kinds:
@@ -192,8 +195,8 @@ class Gemma4(Gemma3):
         "num_local_experts moe_intermediate_size top_k_experts",
         neutral={
             "hidden_activation": (("gelu_pytorch_tanh",), "another activation"),
-            "hidden_size_per_layer_input": ((0,), "embeddings of each layer, as of E2B and E4B"),
-            "num_kv_shared_layers": ((0,), "layers that read the KV cache of another one, as of E2B and E4B"),
+            "hidden_size_per_layer_input": ((0,), f"embeddings of each layer, {_OTHERS}"),
+            "num_kv_shared_layers": ((0,), f"layers that read the KV cache of another one, {_OTHERS}"),
             "use_bidirectional_attention": (("vision",), "attention to later tokens"),
         },
         usual=_usual,

@@ -642,7 +642,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for() -> None:
     for name in (
         *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "NemotronH"),
         *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss", "GptOss", "Gemma3Text"),
-        *("Gemma4Text", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoe", "GraniteMoeHybrid"),
+        *("Gemma4Text", "Gemma4UnifiedText", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoe", "GraniteMoeHybrid"),
     ):
         kind = getattr(transformers, f"{name}Config")
         of_head = {"head_dim": 128} if name == "Glm4Moe" else {}  # whose default head rotates an odd number of dims
@@ -720,7 +720,7 @@ def test_gemma_4_has_the_oracles_defaults() -> None:
     ("given", "reason"),
     [
         (GEMMA4 | {"hidden_size_per_layer_input": None}, "'hidden_size_per_layer_input' is 256, .* of E2B"),
-        (GEMMA4 | {"num_kv_shared_layers": 2}, "'num_kv_shared_layers' is 2"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, r"'num_kv_shared_layers' is 2, .*\(12B, 26B-A4B and 31B open\)"),
         (GEMMA4 | {"enable_moe_block": True}, "the key 'top_k_experts' is missing"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is 'all'"),
         (GEMMA4 | {"per_layer_config": {"5": {"head_dim": 512}}}, r"of all full layers \['5', '6'\]"),

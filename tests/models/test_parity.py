@@ -338,8 +338,8 @@ MODELS |= {
         | {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ),
     "gemma4-values": (
-        "Gemma4",
-        GEMMA4
+        "Gemma4Unified",
+        {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
         | {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 4, "head_dim": 14}
         | {"global_head_dim": 20, "tie_word_embeddings": False, "final_logit_softcapping": None},
     ),
@@ -351,7 +351,7 @@ MODELS |= {
         | {"moe_intermediate_size": 12},
     ),
 }
-TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4")  # the text part of a model for images, too
+TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4", "Gemma4Unified")  # text parts of models for images
 # Their config.json is rewritten in the older style.
 AS_TRANSFORMERS_4 = ("llama-llama3", "qwen2-linear", "qwen3-tied", "qwen3moe-mixed-layers")
 IN_SEVERAL_FILES = ("llama-llama3", "qwen3-yarn-bias", "qwen3moe-mixed-layers", "mixtral-fused")
