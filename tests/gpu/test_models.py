@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,15 @@ from tests.gpu.models_on_gpu import CONFIGS, run
 TOLERANCE = 0.2
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: run(name, "cpu", torch.float32, SingleRank()) for name in CONFIGS}
+@cache
+def expected(name: str) -> tuple[Tensor, Tensor]:
+    return run(name, "cpu", torch.float32, SingleRank())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_gpu(name: str, expected: dict[str, tuple[Tensor, Tensor]]) -> None:
-    tokens, logits = expected[name]
+def test_one_gpu(name: str) -> None:
+    tokens, logits = expected(name)
     found = run(name, "cuda:0", torch.bfloat16, SingleRank(), tokens)[1]
     torch.testing.assert_close(found, logits, atol=TOLERANCE, rtol=0)
 
@@ -44,8 +45,8 @@ def test_dummy_weights_are_the_same_on_cpu_and_gpu() -> None:
 
 
 @pytest.mark.multigpu
-def test_two_gpus(expected: dict[str, tuple[Tensor, Tensor]], tmp_path: Path) -> None:
-    save_file({f"{name}.tokens": tokens for name, (tokens, _) in expected.items()}, tmp_path / "expected.safetensors")
+def test_two_gpus(tmp_path: Path) -> None:
+    save_file({f"{name}.tokens": expected(name)[0] for name in CONFIGS}, tmp_path / "expected.safetensors")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.models_on_gpu", str(tmp_path), str(rank), "2"],
@@ -56,5 +57,5 @@ def test_two_gpus(expected: dict[str, tuple[Tensor, Tensor]], tmp_path: Path) ->
     ]
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     found = load_file(tmp_path / "gpu.safetensors")
-    for name, (_, logits) in expected.items():
-        torch.testing.assert_close(found[f"{name}.logits"], logits, atol=TOLERANCE, rtol=0)
+    for name in CONFIGS:
+        torch.testing.assert_close(found[f"{name}.logits"], expected(name)[1], atol=TOLERANCE, rtol=0)
