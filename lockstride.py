@@ -11,8 +11,7 @@ Programs that keep an engine: docs/embedding.md.
 
 from __future__ import annotations
 
-from launch.complete import complete
-from launch.embed import open_engine
+from launch.complete import complete, open_engine
 from runtime.config import EngineConfig
 from runtime.daemon.client import AsyncSlotClient, SlotClient, SlotError
 from runtime.engine import Engine

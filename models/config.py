@@ -16,8 +16,7 @@ import torch
 
 from models.attention_spec import AttentionSpec
 from models.block_pattern import BlockKind, Mamba2Shape
-from models.config_keys import unlisted
-from models.config_reader import ConfigReader, Neutral, refuse_others
+from models.config_reader import ConfigReader, Neutral, refuse_others, unlisted
 from models.layers.delta_config import GatedDeltaShape
 from models.layers.rope import LongRope, ProportionalRope, Rope, YarnRope, given_parameters, rope_from_parameters
 from models.layers.routed_experts import RoutedExperts

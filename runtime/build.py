@@ -33,7 +33,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine, ServedModel
 from runtime.execute.cache.pool import give_back
 from runtime.execute.cache.sizing import require_share
-from runtime.execute.device.open_device import open_device
+from runtime.execute.device.cpu_twin import open_device
 from runtime.execute.device.protocol import Device
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import exchange_buckets

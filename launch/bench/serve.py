@@ -27,6 +27,7 @@ from launch.bench.load.figures import (
     peaks,
     request_rows,
     run_header,
+    timeline,
 )
 from launch.bench.load.generator import Backend, generate_load
 from launch.bench.load.journal import Journal
@@ -34,7 +35,6 @@ from launch.bench.load.loads import Load, loads_of
 from launch.bench.load.openai_backend import Clients, OpenAIBackend, OpenAIServer
 from launch.bench.load.report import Progress, report, shown_seconds, summary
 from launch.bench.load.steady import Window, steady_window, steps_of
-from launch.bench.load.timeline import timeline
 from launch.bench.point import ServePoint
 from launch.bench.serve_options import ServeOptions
 from launch.bench.session import DeviceWindow, Session, StepTimings, startup_seconds

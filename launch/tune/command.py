@@ -28,10 +28,9 @@ from launch.ranks.rendezvous import Rendezvous, discover
 from launch.ranks.signals import Interrupts
 from launch.tune import all_reduce
 from launch.tune.compile import compile_all, default_workers
-from launch.tune.journal import Journal, Measured, TuneWriteError, opened
+from launch.tune.journal import Journal, Measured, TuneWriteError, opened, summary, table
 from launch.tune.options import TuneCommand
 from launch.tune.plan import Task, plan
-from launch.tune.report import summary, table
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
 from launch.tune.tuner import DeviceLost, Tuner, save
 from models.config import DTYPES

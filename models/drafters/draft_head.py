@@ -1,4 +1,4 @@
-"""What a drafter's hidden states are multiplied with: the target's head, rows of it, or its own head.
+"""What drafters have besides decoder layers: projections, and the target's head, rows of it, or their own head.
 
 Knows: which draft ids a rank's logits stand for, and which ids of the target these are. A draft vocabulary is split
 over ranks evenly, as a whole one is: whichever ids it has, each rank computes as many. Does not know: drafters, who
@@ -15,9 +15,39 @@ from torch import Tensor
 
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
-from parallel.comm.collectives import Collectives
+from parallel.comm.collectives import Collectives, PendingAllReduce
+from parallel.comm.quantised import Activations, numbers_of
 from parallel.layers.embedding import LMHead, gather_logits
-from parallel.layers.shard import VocabShard
+from parallel.layers.linear import RowParallel
+from parallel.layers.shard import Shard, ShardedModule, VocabShard, whole
+
+
+class Projection(ShardedModule):
+    """y = x W^T, [T, inputs] -> [T, outputs]; every rank holds all of W."""
+
+    def __init__(self, inputs: int, outputs: int, context: ModelContext) -> None:
+        super().__init__()
+        self._kernels = context.kernels
+        self.weight = context.weight(outputs, inputs)
+
+    def forward(self, x_TN: Tensor) -> Tensor:
+        return self._kernels.linear(x_TN, self.weight)
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": whole(self.weight.cells)}
+
+
+class SplitProjection(RowParallel):
+    """Projection of which each rank holds and multiplies its share of the inputs' columns, and one all-reduce adds the
+    parts up. ``what`` as in RowParallel; the inputs [T, inputs] are whole on every rank.
+    """
+
+    def __init__(self, inputs: int, outputs: int, context: ModelContext, what: str) -> None:
+        super().__init__(inputs, outputs, context, what=what)
+
+    def forward(self, x_TI: Activations) -> Tensor | PendingAllReduce:
+        return super().forward(numbers_of(x_TI).narrow(1, self.features.start, self.features.count))
+
 
 _ROWS_AT_ONCE = 2048  # of the target's head that ranks send each other
 

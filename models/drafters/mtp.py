@@ -22,7 +22,7 @@ from models.cache_layout import CacheLayout
 from models.drafters.dflash import LAYER_NAMES
 from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import MTPConfig
-from models.drafters.parts import SplitProjection
+from models.drafters.draft_head import SplitProjection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext

@@ -11,6 +11,26 @@ from typing import Any
 
 import torch
 
+_FEWEST_STAGES, _FEWEST_COLUMNS = 3, 32
+
+
+def fitting_steps(columns: int, stages: int, *, rows: int, element_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    """(columns of a step, pipeline stages) of a product whose two tiles have ``rows`` rows together: those given, or
+    fewer if they would not fit ``shared_bytes``. Stages go first, down to 3, then columns, by halves down to 32.
+
+    Neither changes the order of a sum: one accumulator takes the columns in ascending order.
+    """
+
+    def fits() -> bool:
+        return (stages - 1) * rows * columns * element_bytes <= shared_bytes  # the last stage's step is in registers
+
+    while not fits() and stages > _FEWEST_STAGES:
+        stages -= 1
+    while not fits() and columns > _FEWEST_COLUMNS:
+        columns //= 2
+    return columns, stages
+
+
 TALL_ROWS = 64  # the fewest that a tensor core's tall operand has (wgmma)
 _SAME_CLASS = 0.1  # of the memory rate: an H100's lies 30% below an H200's, variants of one model 3% apart
 

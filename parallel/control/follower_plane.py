@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from parallel.control.awake_clock import clock_within
 from parallel.control.errors import Cause, ControlError, FrameError
-from parallel.control.interface import FLUSH_SECONDS, ROUND_TRIPS, SECONDS, Closing, FollowerLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, ROUND_TRIPS, SECONDS, Closing, FollowerLink, Watch, clock_within
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.states import FollowerState

@@ -31,6 +31,35 @@ from parallel.control.protocol.max_rounds import checked
 from parallel.control.protocol.reliable_messages import refuse_oversized
 from parallel.control.wire.frames import Codec, Frame
 
+
+class AwakeClock:
+    """Seconds, as ``clock`` counts them, but that the time between two readings counts as ``longest`` at most.
+
+    A whole job may be stopped for minutes and then continue: scontrol suspend, gang scheduling, docker pause. Then no
+    rank was late, but by time.monotonic, which runs meanwhile, every deadline is over. If one rank alone was stopped,
+    the clocks of the others run, and they name it.
+    """
+
+    def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._longest = longest
+        self._read_at = clock()
+        self._away = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        excess = now - self._read_at - self._longest
+        if excess > 0.0:
+            self._away += excess
+        self._read_at = now
+        return now - self._away
+
+
+def clock_within(deadline: float) -> AwakeClock:
+    """For deadlines of so many seconds. A plane that waits reads it at least every half of one, and of a second."""
+    return AwakeClock(min(1.0, deadline / 2))
+
+
 IDLE_SLICE = 0.25  # seconds; an idle leader polls at least this often
 ROUND_TRIPS = 9  # of which the median counts when a horizon is settled; the first ones wake sleeping processes
 SECONDS = struct.Struct("<d")  # of a round trip, in a message

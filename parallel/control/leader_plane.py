@@ -11,9 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parallel.control.awake_clock import clock_within
 from parallel.control.errors import Cause, FrameError
-from parallel.control.interface import FLUSH_SECONDS, SECONDS, Closing, LeaderLink, Watch
+from parallel.control.interface import FLUSH_SECONDS, SECONDS, Closing, LeaderLink, Watch, clock_within
 from parallel.control.protocol.divergence import Recent
 from parallel.control.protocol.leader import Leader
 from parallel.control.protocol.states import LeaderState

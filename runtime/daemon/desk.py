@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from runtime.daemon import grants, outputs
 from runtime.daemon.actions import ACTIONS
-from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind, pack_json
+from runtime.daemon.probe import SessionEngine
 from runtime.daemon.session import Connection
 from runtime.daemon.state import DaemonState
 from runtime.daemon.verbs import BadLine, Command, parse

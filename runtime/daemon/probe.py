@@ -7,13 +7,35 @@ which it never touches: a fork has its blocks, state and counts, so nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from typing import Protocol
 
-from runtime.daemon.engine import SessionEngine
+from runtime.config import EngineConfig
 from runtime.daemon.frames import Kind, pack_json
 from runtime.daemon.session import Connection
+from runtime.frontend.engine_protocol import ModelFacts
 from runtime.schedule.plan import Evicted, Finished, Parked, Refused
+from runtime.schedule.request import FinishReason, Request
+
+
+class SessionEngine(Protocol):
+    """What the desk needs of an engine: the verbs of runtime/engine.py."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelFacts: ...
+    @property
+    def counters(self) -> Mapping[str, int | float]: ...
+    def reset_prefix_cache(self) -> None: ...
+    def start(self, request: Request, quantum: int, *, keep: bool = False) -> None: ...
+    def proceed(self, request_id: int, epoch: int, tokens: int) -> None: ...
+    def extend(
+        self, request_id: int, epoch: int, token_ids: tuple[int, ...], max_tokens: int, quantum: int
+    ) -> None: ...
+    def fork(self, request_id: int, parent: int, *, scored: bool = False) -> None: ...
+    def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
 
 
 class Probe:

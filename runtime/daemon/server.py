@@ -23,8 +23,8 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from runtime.daemon.desk import Desk, Read
-from runtime.daemon.engine import SessionEngine
 from runtime.daemon.frames import Kind
+from runtime.daemon.probe import SessionEngine
 from runtime.daemon.session import Connection, Phase
 from runtime.frontend.tokenizer import Tokenizer
 from runtime.schedule.plan import StepOutput

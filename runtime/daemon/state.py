@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from runtime.daemon.engine import SessionEngine
-from runtime.daemon.probe import Probe
+from runtime.daemon.probe import Probe, SessionEngine
 from runtime.daemon.session import Connection, SlotSession
 from runtime.daemon.verbs import BadLine, Command
 from runtime.frontend.prompt_text import prompt_ids

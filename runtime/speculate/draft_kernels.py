@@ -1,7 +1,7 @@
 """Which implementation of a drafter's bookkeeping runs on a tensor: Triton on CUDA where it is installed, torch
 otherwise.
 
-Knows: how to find the kernels. Does not know: what they compute; draft_rows.py, likeliest.py, mtp.py and
+Knows: how to find the kernels. Does not know: what they compute; draft_rows.py, guesses.py, mtp.py and
 synthetic.py hold their torch references.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class DraftKernels(NamedTuple):
-    """Entry points of draft_triton.py and likeliest_triton.py."""
+    """Entry points of draft_triton.py and draft_triton.py."""
 
     lay_out: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
     choose: Callable[[Tensor, Tensor | None, int], Tensor]
@@ -34,14 +34,14 @@ def kernels_for(tensor: Tensor) -> DraftKernels | None:
 def triton_kernels() -> DraftKernels | None:
     """The Triton kernels, None without Triton."""
     try:
-        from runtime.speculate import draft_triton, likeliest_triton
+        from runtime.speculate import draft_triton
     except ImportError:
         return None
     return DraftKernels(
         lay_out=draft_triton.lay_out,
         choose=draft_triton.choose,
-        shortlist=likeliest_triton.shortlist,
-        ranked=likeliest_triton.ranked,
+        shortlist=draft_triton.shortlist,
+        ranked=draft_triton.ranked,
         keep=draft_triton.keep,
         script=draft_triton.script,
     )

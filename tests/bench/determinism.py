@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch.embed import open_engine
+from launch.complete import open_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.execute.sampling.counter_rng import Purpose, gumbel_noise, row_keys

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.embed import open_engine
+from launch.complete import open_engine
 from runtime.config import EngineConfig
 from runtime.daemon.desk import Desk
 from runtime.daemon.frames import FrameReader, Kind

@@ -17,7 +17,7 @@ from torch import Tensor
 from runtime.execute.proposer import Advanced
 from runtime.execute.sampling.kernels import triton_kernels as triton_sampling
 from runtime.execute.sampling.packed_argmax import pack
-from runtime.speculate import draft_rows, likeliest, mtp, synthetic
+from runtime.speculate import draft_rows, guesses, mtp, synthetic
 from runtime.speculate.draft_kernels import triton_kernels
 from runtime.speculate.draft_rows import (
     DraftRows,
@@ -26,7 +26,7 @@ from runtime.speculate.draft_rows import (
     chain_rows,
     chain_rows_in_torch,
 )
-from runtime.speculate.likeliest import best_keys, chosen, chosen_in_torch, ranked_in_torch, shortlist_in_torch
+from runtime.speculate.guesses import best_keys, chosen, chosen_in_torch, ranked_in_torch, shortlist_in_torch
 from runtime.speculate.mtp import keep_newest, keep_newest_in_torch
 from runtime.speculate.synthetic import kept_by_script, kept_in_torch
 from tests.gpu.slot_cases import BLOCK_SIZE, Case, random_case, same
@@ -51,9 +51,9 @@ pytestmark = [
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which would otherwise be given to torch."""
     if INTERPRETED:
-        for module in (draft_rows, likeliest, mtp, synthetic):
+        for module in (draft_rows, guesses, mtp, synthetic):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
-        monkeypatch.setattr(likeliest, "sampling_kernels", lambda tensor: triton_sampling())
+        monkeypatch.setattr(guesses, "sampling_kernels", lambda tensor: triton_sampling())
 
 
 def _case(seed: int, rows: int, blocks: int = 12) -> Case:

@@ -16,7 +16,7 @@ from models.inputs import DecodeAttention
 from models.kernels.matmul.simulated import simulated
 from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight, fp8
-from runtime.execute.device.open_device import open_device
+from runtime.execute.device.cpu_twin import open_device
 from tests.plant import reference_kernels
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from runtime.engine import Engine
 from runtime.execute.sampling import draft_tree
 from runtime.execute.sampling import kernels as sampling_kernels
 from runtime.execute.step.step_io_kernels import triton_kernels
-from runtime.speculate import draft_kernels, draft_rows, likeliest, mtp, synthetic, tree
+from runtime.speculate import draft_kernels, draft_rows, guesses, mtp, synthetic, tree
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_drafters_gpu import rig_of
@@ -41,8 +41,8 @@ STEP_CHOICES = {
     "step.kernels": triton_kernels,
 }
 CHOICES = (
-    (likeliest, "sampling_kernels", sampling_kernels.triton_kernels),
-    *((module, "kernels_for", draft_kernels.triton_kernels) for module in (draft_rows, likeliest)),
+    (guesses, "sampling_kernels", sampling_kernels.triton_kernels),
+    *((module, "kernels_for", draft_kernels.triton_kernels) for module in (draft_rows, guesses)),
     *((module, "kernels_for", draft_kernels.triton_kernels) for module in (mtp, synthetic)),
     (draft_tree, "_kernels_for", draft_tree._triton_kernels),
 )
@@ -98,7 +98,7 @@ def test_fused_rounds_are_those_of_torch(method: str, rules: dict[str, Any], mon
         found.append((answers, counted))
     assert found[0] == found[1]
     assert found[0][1]["spec_num_accepted_tokens"] > 0
-    reached = {draft_rows, likeliest}
+    reached = {draft_rows, guesses}
     reached |= ({mtp} if method == "mtp" else set()) | ({synthetic} if rules is SCRIPT else set())
     reached |= {draft_tree} if "tree_size" in rules else set()
     assert set(asked) == {*STEP_CHOICES, *(module.__name__ for module in reached)}

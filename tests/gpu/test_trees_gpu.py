@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.execute.cache import entry_move
-from runtime.execute.cache.entry_move import EntryMover
+from runtime.execute.cache import block_copy
+from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.sampling.draft_tree import DraftTree, lay_out_in_torch, walk_in_torch
 from runtime.speculate.tree import grow_in_torch
 from tests.plant import reference_kernels
 
 grow_trees = pytest.importorskip("runtime.speculate.tree_triton").grow_trees
 tree_kernels = pytest.importorskip("runtime.execute.sampling.draft_tree_triton")
-move_entries = pytest.importorskip("runtime.execute.cache.entry_move_triton").move_entries
+move_entries = pytest.importorskip("runtime.execute.cache.block_copy_triton").move_entries
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -100,7 +100,7 @@ def test_entries_are_moved_the_same(shape: tuple[int, int, int], dtype: torch.dt
 
 
 def test_torch_moves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_move, "_triton_kernel", lambda: None)
+    monkeypatch.setattr(block_copy, "_triton_kernel", lambda: None)
     layer = torch.randn(2, 3, 4, 2, 8, device=DEVICE)
     expected = layer.clone()
     expected.flatten(1, 2)[:, [5, 6]] = layer.flatten(1, 2)[:, [6, 9]]

@@ -45,9 +45,9 @@ from launch.bench.load.figures import (
     peaks,
     request_rows,
     run_header,
+    timeline,
 )
 from launch.bench.load.journal import Journal, Sample, Served
-from launch.bench.load.timeline import timeline
 from launch.bench.point import Point, ServePoint
 from launch.bench.session import DeviceWindow
 from launch.bench.speculation import Rounds

@@ -96,7 +96,7 @@ def test_texts_with_proposals_are_those_without(keys: dict[str, Any]) -> None:
 def test_only_a_process_of_a_launcher_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
     torch.set_num_threads(1)
     asked: list[bool] = []
-    monkeypatch.setattr("launch.embed.die_with_parent", lambda: asked.append(True))
+    monkeypatch.setattr("launch.complete.die_with_parent", lambda: asked.append(True))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         if launched:
             monkeypatch.setenv(name, value)

@@ -36,13 +36,13 @@ NOT_HOST = "runtime/execute/device/"  # the device, or its twin on a CPU
 AREAS = {
     "tools": """launch/bench launch/sweep launch/tune launch/doctor
         models/kernels/bandwidth_probe""",
-    "doors": """launch/serve launch/daemon launch/chat launch/generate launch/api launch/complete launch/embed
+    "doors": """launch/serve launch/daemon launch/chat launch/generate launch/api launch/complete
         runtime/daemon runtime/client_socket runtime/frontend/engine_server runtime/frontend/api_links
         runtime/frontend/remote_engine runtime/frontend/serve_messages runtime/frontend/async_engine""",
     "variants": """runtime/speculate runtime/speculative_config runtime/window_costs runtime/groups models/drafters
         runtime/schedule/speculation runtime/schedule/snapshots runtime/schedule/sessions runtime/execute/proposer
         runtime/execute/sampling/rejection runtime/execute/sampling/draft_tree runtime/execute/sampling/acceptance
-        runtime/execute/cache/entry_move runtime/execute/step/window_io_triton runtime/execute/step/drafts
+        runtime/execute/step/window_io_triton runtime/execute/step/drafts
         models/kernels/recurrent models/layers/gated_delta models/layers/mamba2
         models/layers/delta_config models/layers/conv_state models/layers/layer_tap models/ops/rows_nvidia/recurrent
         models/ops/rows_reference/recurrent models/ops/rows_reference/invariant

@@ -1,6 +1,7 @@
 """Requests to generate load with: lengths, token ids and, for some, arrival times; the same for the same seed.
 
-Knows: how each dataset draws. Does not know: engines, rates, when a request is sent (generator.py).
+Knows: how each dataset draws; arrivals as a renewal process of gamma-distributed gaps, as vLLM's `bench serve` has it.
+Does not know: engines, when a request is sent (generator.py).
 
 ``mixed`` is the workload of docs/peers.json: chat-like lengths, prompts log-normal around 220 tokens and answers around
 180. Its draws are fixed: other engines are measured with files of the same requests.
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.bench.load.arrivals import burst_offsets
 from launch.bench.load.trace_file import read_trace
 from launch.bench.options import ThroughputOptions
 from launch.bench.serve_options import OF_A_FILE, ServeOptions
@@ -34,6 +34,40 @@ from runtime.frontend.client import PromptRequest
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.validation import RequestError, checked_sampling
 from runtime.schedule.request import SamplingParams
+
+
+def arrival_offsets(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each of ``count`` requests arrives, ascending; the same for the same seed.
+
+    ``rate``: requests a second; inf: all at 0. ``burstiness``: shape k of the gamma distribution of gaps, whose
+    coefficient of variation is 1 / sqrt(k): 1 is a Poisson process, inf gives equal gaps. As in vLLM, offsets are
+    scaled so that the last one is count / rate: the rate is exact, whatever the seed.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        return [(number + 1) / rate for number in range(count)]
+    draw = random.Random(f"{seed} arrivals")
+    offsets, at = [], 0.0
+    for _ in range(count):
+        at += draw.gammavariate(burstiness, 1.0)
+        offsets.append(at)
+    return stretched(offsets, count / rate)
+
+
+def burst_offsets(count: int, rate: float, burstiness: float, seed: int, size: int) -> list[float]:
+    """As ``arrival_offsets``, but ``size`` requests arrive at each moment; ``rate`` is still of requests, also where
+    the last burst has fewer."""
+    bursts = arrival_offsets(-(-count // size), rate / size, burstiness, seed)
+    bursts = stretched(bursts, count / rate)
+    return [bursts[number // size] for number in range(count)]
+
+
+def stretched(offsets: Sequence[float], last: float) -> list[float]:
+    """``offsets`` scaled so that the last one is ``last``. Offsets that are all 0 stay there."""
+    factor = last / offsets[-1] if offsets and offsets[-1] > 0 else 0.0
+    return [offset * factor for offset in offsets]
+
 
 MIXED_LONGEST = (2000, 1000)  # tokens of a prompt and of an answer
 LONG_LONGEST = 100_000

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.bench.load.arrivals import arrival_offsets, stretched
-from launch.bench.load.datasets import LoadSet, load_set
+from launch.bench.load.datasets import LoadSet, arrival_offsets, load_set, stretched
 from launch.bench.serve_options import ServeOptions
 from launch.bench.session import Session
 from launch.errors import UsageError

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from models.kernels.shared_memory import fitting_steps
-from models.kernels.traits import H200, DeviceTraits
+from models.kernels.traits import H200, DeviceTraits, fitting_steps
 
 
 @dataclass(frozen=True, slots=True)

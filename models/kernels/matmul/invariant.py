@@ -25,8 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.matmul.epilogue import gated_mul
-from models.kernels.shared_memory import fitting_steps
-from models.kernels.traits import H200
+from models.kernels.traits import H200, fitting_steps
 
 COUNTERS = 8192  # tiles that a launch may have where segments are programs
 _TILE_ROWS = 64  # weight rows of a tile where segments are programs

@@ -1,9 +1,12 @@
-"""KV blocks copied in Triton: one launch for all layers of one shape.
+"""KV blocks copied, and KV entries moved within their rows, in Triton: one launch for all layers of one shape.
 
 Knows: where a block of a layer begins. Does not know: what is in it (words of 32 bits are copied as they are), whose
 it is; block_copy.py holds the torch reference.
 
-A plain launch, without programmatic dependent launch: what the step before it wrote has landed. See
+When entries move, a program has all entries of a row, and some words of each. It reads all of them before it writes
+any: an entry may be moved to where another one was moved from.
+
+Plain launches, without programmatic dependent launch: what the step before it wrote has landed. See
 models/kernels/dependent_launch.py.
 """
 
@@ -14,6 +17,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+
+_MOVED_WORDS = 4096  # that a program holds
+
+
+@triton.jit(do_not_specialize=["places"])
+def _move_kernel(
+    addresses_ptr, sources_ptr, targets_ptr, count_ptr,
+    places,  # entries of a layer, keys or values
+    WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr,  # WIDTH, padded to a power of two
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, layer, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    entry = tl.arange(0, ENTRIES)
+    count = tl.load(count_ptr + row)
+    source = tl.load(sources_ptr + row * WIDTH + entry, mask=entry < WIDTH, other=0)
+    target = tl.load(targets_ptr + row * WIDTH + entry, mask=entry < WIDTH, other=0)
+    moved = (entry < count) & (entry < WIDTH) & (source != target)
+    # Triton knows nothing of an address that was an integer: without the hint it would copy word by word.
+    layer_ptr = tl.multiple_of(tl.load(addresses_ptr + layer // 2).to(tl.pointer_type(tl.int32)), 16)
+    half = (layer % 2).to(tl.int64) * places
+    word = part * BLOCK + tl.arange(0, BLOCK)
+    mask = moved[:, None] & (word < WORDS)[None, :]
+    held = tl.load(layer_ptr + (half + source)[:, None] * WORDS + word[None, :], mask=mask, other=0)
+    tl.debug_barrier()
+    tl.store(layer_ptr + (half + target)[:, None] * WORDS + word[None, :], held, mask=mask)
+
+
+def move_entries(
+    addresses_L: Tensor, sources_BW: Tensor, targets_BW: Tensor, count_B: Tensor, places: int, words: int
+) -> None:
+    """See EntryMover.move. addresses_L int64: of layers [2, places, words * 4 bytes], multiples of 16."""
+    rows, width = sources_BW.shape
+    entries = triton.next_power_of_2(width)
+    block = min(triton.next_power_of_2(words), max(16, _MOVED_WORDS // entries))
+    _move_kernel[(rows, 2 * len(addresses_L), triton.cdiv(words, block))](
+        addresses_L, sources_BW.contiguous(), targets_BW.contiguous(), count_B.contiguous(), places,
+        WIDTH=width, ENTRIES=entries, WORDS=words, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
 
 _WORDS = 2048  # that a program copies at a time
 _PIECE = 8 * _WORDS  # and in all: a row of recurrent state has some hundred thousand

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of {draw,filters,shares,penalties,logprobs,logit_edits,rejection}_triton.py."""
+    """Entry points of {draw,filters,shares,logprobs,logit_edits,rejection}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -41,7 +41,6 @@ def triton_kernels() -> SamplingKernels | None:
             filters_triton,
             logit_edits_triton,
             logprobs_triton,
-            penalties_triton,
             rejection_triton,
             shares_triton,
         )
@@ -55,7 +54,7 @@ def triton_kernels() -> SamplingKernels | None:
         filtered_candidates=filters_triton.filtered_candidates,
         local_share=shares_triton.local_share,
         merge_shares=shares_triton.merge_shares,
-        shape_logits=penalties_triton.shape_logits,
+        shape_logits=logit_edits_triton.shape_logits,
         token_logprobs=logprobs_triton.token_logprobs,
         window_candidates=rejection_triton.window_candidates,
     )

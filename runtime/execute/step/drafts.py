@@ -27,7 +27,7 @@ from torch import Tensor
 
 from models.cache_layout import StateBanks
 from models.inputs import StateRows, Undecided
-from runtime.execute.cache.entry_move import EntryMover
+from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.launch_spec import GREEDY
 from runtime.execute.proposer import Proposed, draws, guesses_for
 from runtime.execute.sampling.draft_tree import lay_out

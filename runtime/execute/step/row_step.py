@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows, StateTree, Undecided
-from runtime.execute.cache.entry_move import EntryMover
+from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.proposer import Proposer, guesses_for
 from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant

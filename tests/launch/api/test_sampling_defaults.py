@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch.api.sampling_defaults import read_sampling_parameters, sampling_defaults, warmed_for
-from launch.embed import open_engine
+from launch.complete import open_engine
 from launch.errors import UsageError
 from launch.generate.command import run
 from launch.generate.options import Command

@@ -12,8 +12,7 @@ import torch
 from launch.bench.options import BenchCommand
 from launch.sweep.command import run as run_sweep
 from launch.sweep.options import SweepCommand, SweepOptions
-from launch.sweep.shards import Part, check_coverage, coordinates, plan_part
-from launch.sweep.world import jobs_text, room_text
+from launch.sweep.world import Part, check_coverage, coordinates, jobs_text, plan_part, room_text
 from models.cache_layout import CacheLayout, SlotState
 from models.config import ModelConfig
 from models.quantization import read_quantization

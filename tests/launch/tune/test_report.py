@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from launch.tune.journal import Measured
-from launch.tune.report import shown, summary, table
+from launch.tune.journal import Measured, shown, summary, table
 from models.kernels.matmul.choice_table import Blas, CublasLt, Gemv, Wide
 from tests.launch.tune.fake_gpu import FAST, VARIANT
 

@@ -21,7 +21,7 @@ from models.layers.decoder import Decoder
 from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm.collectives import Collectives, SingleRank
-from runtime.speculate.likeliest import likeliest_few
+from runtime.speculate.guesses import likeliest_few
 from tests.models.drafters.test_drafters import TARGET
 from tests.models.drafters.tiny_drafters import SIZES, dflash_config, mtp_config, mtp_tensors, write
 from tests.plant import reference_kernels

@@ -44,12 +44,11 @@ from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
 from parallel.layers.weight import Weight, WeightFormat, fp8, int4, mxfp4, nvfp4
-from runtime.execute.cache.block_copy_triton import copy_blocks
-from runtime.execute.cache.entry_move_triton import move_entries
+from runtime.execute.cache.block_copy_triton import copy_blocks, move_entries
 from runtime.execute.sampling import draft_tree_triton, rejection_triton
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.packed_step import shorter_prefills
-from runtime.speculate import draft_triton, likeliest_triton
+from runtime.speculate import draft_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.gpu.expert_cases import share_of
 from tests.models.kernels.compiling_driver import Compiled, CompilingDriver
@@ -187,7 +186,7 @@ def windows(driver: CompilingDriver) -> None:
     draft_triton.choose(made(rows, 75), made(32768), 32768)
     for ids, logits in ((None, made(120, 151936, dtype=torch.bfloat16)), (made(32768), made(120, 16384))):
         for merged in (False, True):
-            likeliest_triton.ranked(likeliest_triton.shortlist(logits, 0, 8, merged=merged), 8, ids, 32768)
+            draft_triton.ranked(draft_triton.shortlist(logits, 0, 8, merged=merged), 8, ids, 32768)
     draft_triton.script(last, length, made(width, dtype=torch.float32), purpose=1)
     state = made(rows, 4096, dtype=torch.bfloat16)
     draft_triton.keep(state, state, numbers, numbers, made(rows, dtype=torch.bool))

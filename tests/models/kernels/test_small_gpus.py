@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.kernels.experts.tiles import Tiles, default_tiles
-from models.kernels.shared_memory import fitting_steps
+from models.kernels.traits import fitting_steps
 
 BF16 = torch.bfloat16
 SMALL, LARGE = 99 << 10, (163 << 10, 227 << 10)  # an RTX 4090 and an L40S; an A100 and an H100

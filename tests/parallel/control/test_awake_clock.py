@@ -6,9 +6,9 @@ from collections import deque
 
 import pytest
 
-from parallel.control.awake_clock import AwakeClock
 from parallel.control.errors import FrameError, MissedDeadline
 from parallel.control.follower_plane import FollowerPlane
+from parallel.control.interface import AwakeClock
 from parallel.control.leader_plane import LeaderPlane
 from parallel.control.protocol.follower import Follower
 from parallel.control.protocol.leader import Leader

@@ -20,7 +20,7 @@ import torch
 
 from models.ops.select import select_kernels
 from runtime.engine import Engine
-from runtime.execute.device.open_device import open_device
+from runtime.execute.device.cpu_twin import open_device
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from runtime.engine import Engine
-from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.device.open_device import open_device
+from runtime.execute.device.cpu_twin import TwinDevice, open_device
 from runtime.schedule.request import Request, SamplingParams
 from tests.runtime.engine.rig import rig
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.execute.cache.entry_move import EntryMover
+from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.slot_state import SlotColumns

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from launch.bench.load.arrivals import arrival_offsets, burst_offsets, stretched
+from launch.bench.load.datasets import arrival_offsets, burst_offsets, stretched
 
 
 def gaps(offsets: list[float]) -> list[float]:

@@ -16,10 +16,10 @@ from launch.bench.load.figures import (
     peaks,
     request_rows,
     run_header,
+    timeline,
 )
 from launch.bench.load.journal import Journal, Sample, Served
 from launch.bench.load.steady import Window, steady_window, steps_of
-from launch.bench.load.timeline import timeline
 
 
 def served(began: float, moments: Sequence[float], prompt: int = 10, counts: Sequence[int] = ()) -> Served:

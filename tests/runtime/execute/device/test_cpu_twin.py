@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from runtime.execute.device.cpu_twin import TwinDevice
-from runtime.execute.device.open_device import open_device
+from runtime.execute.device.cpu_twin import TwinDevice, open_device
 from runtime.execute.device.protocol import DeviceError
 
 
