@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.attention_spec import AttentionSpec
 from models.config import MOST_LAYERS, FamilyConfig, ModelConfig, Specs, architecture_of
 from models.config_reader import ConfigReader, text_part
 from models.families.gemma3 import NAMES, Gemma3, spellings
@@ -23,11 +22,10 @@ from models.layers.decoder import DecoderLayer, LayerScalar
 from models.layers.mlp import GatedMLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
-from models.layers.qkv_edit import ValueNorm
 from models.layers.rope import rope_from_parameters
 from models.layers.routed_experts import RoutedExperts, softmax_experts
 from parallel.comm.collectives import PendingAllReduce
-from parallel.layers.shard import HeadShard, Shard, whole
+from parallel.layers.shard import Shard, whole
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
@@ -228,8 +226,3 @@ class Gemma4(Gemma3):
         if config.has_experts(number):
             return DenseAndSparseMLP(config, context, number)
         return super()._mlp(config, context, number)
-
-    def _edit(
-        self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec
-    ) -> nn.Module | None:
-        return ValueNorm(heads, spec.head_dim, config.rms_norm_eps, from_keys=spec.values_are_keys)

@@ -22,7 +22,8 @@ class Rotation:
     ``q_norm_D``, ``k_norm_D``: weights of the RMSNorm of every query and key head, None without; ``eps`` is theirs.
     ``cos_sin_LR`` float32: cos | sin halves by position, R the rotated dims. ``positions_T``, ``kv_slots_T`` int64:
     each token's position, and its place in the cache (page * S + offset). ``kv_factors_2K`` float32: the reciprocals of
-    the scales of a float8 cache, of keys and of values of each head; None: all are 1.
+    the scales of a float8 cache, of keys and of values of each head; None: all are 1. ``value_norm``: every value head
+    is normed, too, without a weight; ``values_are_keys``: values are the keys as projected, and packed q | k has none.
     """
 
     q_norm_D: Tensor | None
@@ -32,6 +33,8 @@ class Rotation:
     positions_T: Tensor
     kv_slots_T: Tensor
     kv_factors_2K: Tensor | None = None
+    value_norm: bool = False
+    values_are_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Attention(Mixer[Tensor]):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.edit = edit
+        self.value_norm, self.values_are_keys = spec.value_norm, spec.values_are_keys
         self.output = RowParallel(
             config.heads * dim, hidden, context, bias=output_bias, what="attention outputs (heads * head_dim)"
         )
@@ -199,4 +200,5 @@ class Attention(Mixer[Tensor]):
 
     def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        return Rotation(q_norm, k_norm, self.norm.eps, self.cos_sin_LR, positions_T, kv_slots_T, self.kv_factors_2K)
+        given = self.cos_sin_LR, positions_T, kv_slots_T, self.kv_factors_2K
+        return Rotation(q_norm, k_norm, self.norm.eps, *given, self.value_norm, self.values_are_keys)

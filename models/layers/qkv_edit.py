@@ -1,7 +1,7 @@
 """What some families do to queries and keys between their projection and the rotation.
 
-Knows: norms over all heads of a layer and of values, scales of queries by position. Does not know: norms of single
-heads of queries and keys, rotations (models/kernels), or attention.
+Knows: norms over all heads of a layer, scales of queries by position. Does not know: norms of single heads, rotations
+(models/kernels), or attention.
 Shape letters as in models/layers/attention.py.
 """
 
@@ -59,24 +59,6 @@ class QueryScale(nn.Module):
     def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         qkv_TX[:, : self.queries] *= self.factors_L[positions_T].to(qkv_TX.dtype)[:, None]
         return qkv_TX
-
-
-class ValueNorm(nn.Module):
-    """RMSNorm without a weight of each head's values (Gemma 4). ``from_keys``: qkv is q | k alone, and values are these
-    keys."""
-
-    def __init__(self, heads: HeadShard, head_dim: int, eps: float, *, from_keys: bool) -> None:
-        super().__init__()
-        self.queries, self.head_dim, self.eps, self.from_keys = heads.local_heads * head_dim, head_dim, eps, from_keys
-        self.values = heads.local_kv_heads * head_dim
-
-    def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
-        wide_TX = qkv_TX[:, -self.values :].to(torch.promote_types(qkv_TX.dtype, torch.float32))
-        wide_TKD = wide_TX.view(len(qkv_TX), -1, self.head_dim)
-        scale_TK1 = torch.rsqrt(wide_TKD.square().mean(-1, keepdim=True) + self.eps)
-        values_TX = (wide_TKD * scale_TK1).to(qkv_TX.dtype).flatten(1)
-        packed_TX = qkv_TX if self.from_keys else qkv_TX[:, : -self.values]
-        return torch.cat((packed_TX, values_TX), 1)
 
 
 def position_factors(beta: float, original_context: int, length: int) -> Tensor:

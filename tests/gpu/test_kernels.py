@@ -379,6 +379,7 @@ class Case:
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "rotary", "norm"),
     [(1, 32, 8, 128, 128, True), (5, 16, 8, 128, 128, True), (300, 32, 8, 128, 64, False), (9, 6, 2, 24, 8, True),
+     (300, 8, 4, 256, 256, True), (3, 8, 2, 512, 512, True), (300, 8, 2, 512, 512, True),
      (40, 14, 2, 64, 64, False), (2, 3, 1, 80, 80, False)],
 )  # fmt: skip
 def test_rope_and_cache(
@@ -410,6 +411,15 @@ def test_rope_and_cache(
     untouched = torch.ones(flat.shape[1], dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
     assert torch.equal(flat[:, untouched], flat_before[:, untouched])
+    if norm:  # values are normed, or keys, in their place
+        turn = Rotation(q_norm, k_norm, 1e-6, table, positions, slots, value_norm=True)
+        kernels.rope_and_cache(qkv, heads, kv, turn)
+        ones = torch.ones(dim, dtype=dtype, device=DEVICE)
+        check(flat[1, slots], normed(v0, ones, 1e-6), dtype)
+        packed = qkv[:, : (heads + kv_heads) * dim].contiguous()
+        kernels.rope_and_cache(packed, heads, kv, replace(turn, values_are_keys=True))
+        check(flat[1, slots], normed(k0, ones, 1e-6), dtype)
+        check(flat[0, slots], rotated(k1, table[positions], rotary), dtype)
 
 
 ATTENTION = [

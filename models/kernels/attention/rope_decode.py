@@ -83,7 +83,8 @@ def _rope_and_cache_kernel(
     ROW: tl.constexpr,  # elements from a token's qkv to the next one's
     BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one kind that a program takes
-    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, VALUE_NORM: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -125,7 +126,10 @@ def _rope_and_cache_kernel(
             v_heads = (block - q_blocks - k_blocks) * HEADS + tl.arange(0, HEADS)
             mask = (v_heads < K)[:, None] & (dims < D)[None, :]
             where = v_heads[:, None] * D + dims[None, :]
-            v = tl.load(qkv_row + (H + K) * D + where, mask=mask)
+            v = tl.load(qkv_row + (H + K * (1 - VALUES_ARE_KEYS)) * D + where, mask=mask, other=0.0)
+            if VALUE_NORM:
+                wide = v.to(tl.float32)
+                v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(compute)
             v_factor = 1.0
             if SCALED:
                 v_factor = tl.load(factors_ptr + K + v_heads, mask=v_heads < K, other=1.0)[:, None]
@@ -154,6 +158,7 @@ def rope_and_cache(
         kv_layer.stride(0),
         H=heads, K=kv_heads, D=head_dim, ROW=qkv_TX.stride(0), BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=rotation.cos_sin_LR.shape[1], HEADS=heads_a_program, NORM=rotation.q_norm_D is not None,
-        SCALED=rotation.kv_factors_2K is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SCALED=rotation.kv_factors_2K is not None, VALUE_NORM=rotation.value_norm,
+        VALUES_ARE_KEYS=rotation.values_are_keys, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return q_THD

@@ -105,7 +105,8 @@ def _rope_and_cache_many_kernel(
     TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,  # of a program; divides H
     KV_HEADS: tl.constexpr,  # divides K
-    PIECE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, VALUE_NORM: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     q_blocks: tl.constexpr = H // Q_HEADS
     k_blocks: tl.constexpr = K // KV_HEADS
@@ -151,16 +152,20 @@ def _rope_and_cache_many_kernel(
     else:
         first_head = (block - q_blocks - k_blocks) * KV_HEADS
         heads = first_head * D
-        v = _load_heads(row_ptr + (H + K) * D + heads, mask, KV_HEADS, HALF)
+        v = _load_heads(row_ptr + (H + K * (1 - VALUES_ARE_KEYS)) * D + heads, mask, KV_HEADS, HALF)
         slot = tl.load(slots_ptr + token, mask=here, other=0)
         v_ptr = cache_ptr + value_offset + (slot * (K * D))[:, None] + heads
         compute: tl.constexpr = qkv_ptr.dtype.element_ty
         held: tl.constexpr = cache_ptr.dtype.element_ty
         for half in tl.static_range(2 * KV_HEADS):
-            factor = 1.0
+            value, factor = v[half], 1.0
+            if VALUE_NORM:
+                wide, other = value.to(tl.float32), v[half ^ 1].to(tl.float32)
+                squares = tl.sum(_piecewise(wide, HALF, PIECE) + _piecewise(other, HALF, PIECE), 1)
+                value = (wide * tl.rsqrt(squares / D + eps)[:, None]).to(compute)
             if SCALED:
                 factor = tl.load(factors_ptr + K + first_head + half // 2)
-            tl.store(v_ptr + (half * HALF + dims), as_element(v[half], factor, compute, held, SCALED), mask=mask)
+            tl.store(v_ptr + (half * HALF + dims), as_element(value, factor, compute, held, SCALED), mask=mask)
 
 
 def supports(head_dim: int, rotary: int) -> bool:
@@ -188,8 +193,9 @@ def rope_and_cache(
         rotation.cos_sin_LR if rotation.kv_factors_2K is None else rotation.kv_factors_2K, q_THD, rotation.eps,
         kv_layer.stride(0), tokens,
         H=heads, K=kv_heads, HALF=half, ROW=qkv_TX.stride(0), TOKENS=a_program, Q_HEADS=q_heads, KV_HEADS=k_heads,
-        PIECE=_PIECE, NORM=rotation.q_norm_D is not None, SCALED=rotation.kv_factors_2K is not None, PDL=pdl,
-        num_warps=blocks.warps, launch_pdl=pdl,
+        PIECE=_PIECE, NORM=rotation.q_norm_D is not None, SCALED=rotation.kv_factors_2K is not None,
+        VALUE_NORM=rotation.value_norm, VALUES_ARE_KEYS=rotation.values_are_keys, PDL=pdl, num_warps=blocks.warps,
+        launch_pdl=pdl,
     )  # fmt: skip
     return q_THD
 

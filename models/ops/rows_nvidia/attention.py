@@ -280,7 +280,7 @@ def _rotating_call(
     into: Quantised | None = None, kind: AttentionKind = PLAIN,
 ) -> tuple[bool, bool, bool]:  # fmt: skip
     fits = qkv_TX.dtype != torch.float32 or heads // kv_layer.shape[3] <= MOST_FLOAT32_ROWS
-    return inputs.query_len == 1, _even(rotation), fits
+    return inputs.query_len == 1, _even(rotation) and not rotation.value_norm, fits
 
 
 def _splits_chunks(ops: Any) -> Run:

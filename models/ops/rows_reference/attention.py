@@ -64,8 +64,11 @@ class HostLengths:
 def rope_and_cache(rms_norm: Run, qkv_TX: Tensor, heads: int, kv_layer: Tensor, rotation: Rotation) -> Tensor:
     """``rms_norm``: of every query and key head."""
     kv_heads, head_dim = kv_layer.shape[3:]
-    qkv_THD = qkv_TX.view(-1, heads + 2 * kv_heads, head_dim)
-    q, k, v = torch.split(qkv_THD, [heads, kv_heads, kv_heads], dim=1)
+    qkv_THD = qkv_TX.view(len(qkv_TX), -1, head_dim)
+    q, k, *values = torch.split(qkv_THD, [heads, *[kv_heads] * (1 if rotation.values_are_keys else 2)], dim=1)
+    (v,) = values or (k,)
+    if rotation.value_norm:
+        v = rms_norm(v, torch.ones_like(qkv_TX[0, :head_dim]), rotation.eps)
     if rotation.q_norm_D is not None:
         q = rms_norm(q, rotation.q_norm_D, rotation.eps)
     if rotation.k_norm_D is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
-from models.kernels.attention import decode
+from models.kernels.attention import decode, rope_decode, rope_prefill
 from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates, codes
@@ -303,6 +303,17 @@ def rotation(kernels: Nvidia) -> None:
         for kv in (alone, folded):
             check(kv.nan_to_num(), written.nan_to_num(), dtype, ("cache", heads, dim))
             assert torch.equal(kv.isnan(), written.isnan()), "written where nobody asked"
+        for keys_alone in (False, True):  # values are normed
+            given = dataclasses.replace(turn, value_norm=True, values_are_keys=keys_alone)
+            packed = qkv[:, : qkv.shape[1] - kv_heads * dim * keys_alone].contiguous()
+            kinds: list[Callable[..., Tensor]] = [rope_decode.rope_and_cache]
+            kinds += [rope_prefill.rope_and_cache] if rope_prefill.supports(dim, rotary) else []
+            normed = cache.kv.clone()
+            q = REFERENCE.rope_and_cache(packed, heads, normed, given)
+            for kind in kinds:
+                kv = cache.kv.clone()
+                check(kind(packed, heads, kv, given, False), q, dtype, ("queries", heads, dim))
+                check(kv.nan_to_num(), normed.nan_to_num(), dtype, ("normed values", heads, dim, keys_alone))
 
 
 # -- a whole engine ------------------------------------------------------------------------------------------------
