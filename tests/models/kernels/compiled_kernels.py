@@ -617,6 +617,23 @@ def kinds(driver: CompilingDriver) -> None:
         driver.where = f"experts of gpt-oss 20B, {tokens} tokens"
         weights = torch.empty(tokens, 4, device=META)
         fast.expert_mlp(made(tokens, 2880), up, down, weights, weights.int(), all_experts=32, limit=7.0)
+    up, down = dataclasses.replace(Weight.of(made(128, 1408, 2816)), gelu=True), Weight.of(made(128, 2816, 704))
+    gate_up, norm_N = dataclasses.replace(Weight.of(made(4224, 2816)), gelu=True), made(2816)
+    for tokens in (1, 32, 2048):
+        driver.package = "models.kernels."
+        driver.where = f"Gemma 4 26B-A4B, {tokens} tokens"
+        weights, x = torch.empty(tokens, 8, device=META), made(tokens, 2816)
+        logits, local = made(tokens, 128), torch.empty(128, dtype=torch.int32, device=META)
+        fast.route_top_k(logits, 8, True, local, torch.empty(tokens, dtype=torch.bool, device=META), None, 0, weights)
+        fast.expert_mlp(x, up, down, weights, weights.int(), all_experts=128)
+        fast.add_norm_gate_up(x, x, norm_N, 1e-6, gate_up)
+        at = torch.empty(tokens, dtype=torch.int64, device=META)
+        for dim, kv_heads, keys_alone in ((256, 8, False), (512, 2, True)):
+            turn = Rotation(made(dim), made(dim), 1e-6, torch.empty(4096, dim, device=META), at, at)
+            turn = dataclasses.replace(turn, value_norm=True, values_are_keys=keys_alone)
+            packed = made(tokens, (16 + kv_heads * (2 - keys_alone)) * dim)
+            kv = empty_kv_layer(tokens // 64 + 1, 64, kv_heads, dim, torch.bfloat16, "meta")
+            fast.rope_and_cache(packed, 16, kv, turn)
 
 
 def more_same_bits(driver: CompilingDriver) -> None:
