@@ -1,28 +1,75 @@
 """FP8 matrices of a checkpoint: which tensors are codes, which hold their scales, and a rank's piece of each.
 
 Knows: the names under which producers store scales, what must agree before anything is allocated, and how block scales
-are cut without rounding: a block that a shard's edge crosses is repeated in finer blocks.
+are cut without rounding: a block that a shard's edge crosses is repeated in finer blocks; codes made while a checkpoint
+of numbers is loaded (``--quantization fp8``): a whole row decides its scale, also where a rank holds some of its
+columns, so that codes are the same at every tensor-parallel size.
 Does not know: the spelling of configs (quantization.py), layers, kernels.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError, open_file
+from models.config import ModelConfig, ModelConfigError
 from models.dummy import reach
 from models.four_bit_load import FourBitCodes, Headers, dummy_four_bits
 from models.kv_group import KV_SCALES
 from models.planned_weights import pieces_by_matrix
 from models.quantization import FourBitScheme, Fp8Scheme, Quantization
 from models.weights_header import quoted
-from parallel.layers.shard import ScatteredShard, Shard
+from parallel.layers.shard import ScatteredShard, Shard, Sliceable
 from parallel.layers.weight import PlannedWeight, WeightFormat, fp8
+
+_MOST_CODE = 448.0  # the largest float8_e4m3fn
+_AT_ONCE = 1 << 24  # numbers of a matrix that are read before they are codes
+AT_LOAD = Quantization(
+    "--quantization fp8", ((lambda module: True, Fp8Scheme("row", None, "--quantization fp8")),), (), at_load=True
+)
+
+
+def quantised_at_load(config: ModelConfig, option: str | None) -> ModelConfig:
+    """``config`` of a model whose matrices become codes as ``option`` (None, "fp8") asks; one that is quantised
+    already stays as it is. Raises ModelConfigError for experts whose rows are columns of the checkpoint's tensors."""
+    if option is None or config.quantization is not None:
+        return config
+    if config.experts is not None and config.experts.limit is not None:
+        raise ModelConfigError(
+            f"--quantization {option} is not implemented for {config.architecture}, whose checkpoint holds its experts "
+            "transposed: leave the option out"
+        )
+    return replace(config, quantization=AT_LOAD)
+
+
+def load_as_codes(stored: Sliceable, shard: Shard | ScatteredShard, codes: Codes) -> bool:
+    """Fills a rank's pieces of the matrix ``stored``, and ``codes.scales`` of their rows. Whether all were finite."""
+    finite = True
+    for piece in shard.pieces:
+        *experts, rows, columns = piece.ranges
+        width = piece.full_shape[-1]
+        step = max(1, _AT_ONCE // width)
+        for place in itertools.product(*(range(one.start, one.stop) for one in experts)):  # of fused tensors
+            into = piece.target
+            for number, one in zip(place, experts, strict=True):
+                into = into[number - one.start]
+            for start in range(rows.start, rows.stop, step):
+                here = slice(start, min(start + step, rows.stop))
+                whole = stored[(*(slice(number, number + 1) for number in place), here, slice(0, width))]
+                numbers_RK = whole.reshape(-1, width).to(into.device, torch.float32)
+                most_R1 = numbers_RK.abs().amax(1, keepdim=True)
+                scale_R1 = torch.where(most_R1 > 0, most_R1 / _MOST_CODE, 1.0)
+                into[here.start - rows.start : here.stop - rows.start].copy_(numbers_RK[:, columns] / scale_R1)
+                codes.scales[place][here] = scale_R1.cpu()
+                finite = finite and bool(torch.isfinite(scale_R1).all())
+    return finite
+
 
 MOST_CODE = 448.0  # the largest float8_e4m3fn
 CODES = "F8_E4M3"  # in headers of safetensors

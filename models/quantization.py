@@ -84,7 +84,7 @@ class Quantization:
 
     ``groups``: (whether a module belongs to it, its scheme), the first that matches counts. ``kept``: (whether it is
     left as it is, the entry that says so). ``at_load``: the checkpoint holds numbers, which become codes while they are
-    loaded (fp8_at_load.py).
+    loaded (fp8_load.py).
     """
 
     method: str

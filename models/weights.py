@@ -29,8 +29,15 @@ from models.four_bit_load import (
     headers_of,
     split_off_four_bits,
 )
-from models.fp8_at_load import load_as_codes
-from models.fp8_load import CODES, Codes, codes_by_config, place_all_scales, refuse_nan_codes, split_off_codes
+from models.fp8_load import (
+    CODES,
+    Codes,
+    codes_by_config,
+    load_as_codes,
+    place_all_scales,
+    refuse_nan_codes,
+    split_off_codes,
+)
 from models.kv_group import FP8
 from models.layers.attention import Attention
 from models.layers.checkpoint_parts import CheckpointParts

@@ -17,7 +17,7 @@ import torch
 
 from models.config import DTYPES, ModelConfig, for_length
 from models.expert_load import clear_load, start_counting
-from models.fp8_at_load import quantised_at_load
+from models.fp8_load import quantised_at_load
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches
 from models.layers.decoder import Decoder
 from models.ops.select import fp8_path, select_kernels
@@ -25,7 +25,7 @@ from models.registry import config_from_folder
 from models.row_buckets import token_ladder
 from models.weights import Progress, load_model
 from parallel.comm.collectives import Collectives
-from parallel.comm.ep_exchange import TokenExchange
+from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.control.interface import ControlPlane
 from parallel.layers.experts import ExpertSplit
 from runtime.chain_depth import DEEPEST, agree_depth_and_horizon
@@ -48,8 +48,7 @@ from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync
 from runtime.model_checks import check_fp8, check_model, check_prefill, check_windows, kv_dtype, served_model
-from runtime.observe.observer import StepObserver
-from runtime.observe.ranges import Ranges, around, open_ranges
+from runtime.observe.observer import Ranges, StepObserver, around, open_ranges
 from runtime.observe.timeline import Timeline
 from runtime.plan_late import PlanLate
 from runtime.schedule.config import SchedulerConfig, SnapshotPolicy, StepLimits

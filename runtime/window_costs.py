@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from runtime.chain_depth import rows_that_fit, running_rows, sampling_of
 from runtime.config import EngineConfig
 from runtime.execute.executor import Executor
-from runtime.rehearsal import rows_that_fit, running_rows, sampling_of
 from runtime.schedule.config import SchedulerConfig
 from runtime.schedule.speculation import UNIT, Costs, Speculation
 

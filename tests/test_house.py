@@ -50,7 +50,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (
         ("runtime/build.py",),
         ("runtime/step_budget.py", "runtime/chain_depth.py", "runtime/window_costs.py", "runtime/model_checks.py"),
-        ("runtime/rehearsal.py",),
         ("runtime/engine.py",),
         ("runtime/daemon",),
         ("runtime/counters.py", "runtime/frontend"),
@@ -67,7 +66,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("models/expert_load.py",),
         ("models/drafters",),
         ("models/weights.py",),
-        ("models/fp8_at_load.py",),
         ("models/fp8_load.py",),
         ("models/four_bit_load.py",),
         ("models/planned_weights.py", "models/four_bit.py"),

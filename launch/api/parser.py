@@ -40,11 +40,10 @@ from launch.api.schema import (
     SimpleLine,
     sampling_params,
 )
-from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
-from runtime.frontend.prompt_text import prompt_ids
+from runtime.frontend.prompt_text import bad_words_token_ids, prompt_ids
 from runtime.frontend.structured import after_reasoning
 from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
 from runtime.frontend.validation import (

@@ -28,7 +28,7 @@ from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.draft_vocabulary import chosen_ids
 from models.four_bit_load import dummy_four_bits
-from models.fp8_at_load import AT_LOAD
+from models.fp8_load import AT_LOAD
 from models.kv_group import KvGroup, keys_and_values
 from models.quantization import FourBitScheme, Quantization
 from models.registry import config_from_folder

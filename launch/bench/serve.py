@@ -29,9 +29,8 @@ from launch.bench.load.figures import (
     run_header,
     timeline,
 )
-from launch.bench.load.generator import Backend, generate_load
+from launch.bench.load.generator import Backend, Load, generate_load, loads_of
 from launch.bench.load.journal import Journal
-from launch.bench.load.loads import Load, loads_of
 from launch.bench.load.openai_backend import Clients, OpenAIBackend, OpenAIServer
 from launch.bench.load.report import Progress, report, shown_seconds, summary
 from launch.bench.load.steady import Window, steady_window, steps_of

@@ -18,8 +18,8 @@ from typing import Any
 from launch.bench.batches import NO_RATE, BatchBench, BatchRun
 from launch.bench.load.datasets import LoadSet, batch_set
 from launch.bench.load.figures import batch_figures, portions
+from launch.bench.load.generator import refuse_cached
 from launch.bench.load.journal import Journal
-from launch.bench.load.loads import refuse_cached
 from launch.bench.load.steady import Window
 from launch.bench.options import ThroughputOptions
 from launch.bench.point import Point

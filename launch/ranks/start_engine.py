@@ -24,20 +24,23 @@ from tqdm import tqdm
 from launch.ranks.fingerprint import identity_of
 from launch.ranks.flashinfer_switches import flashinfer_switches
 from launch.ranks.home import settle_home
-from launch.ranks.nccl_postmortem import abort_groups, write_flight_recorder
-from launch.ranks.process_group import address_between_nodes, local_device, rank_groups
+from launch.ranks.process_group import (
+    abort_groups,
+    address_between_nodes,
+    local_device,
+    rank_groups,
+    write_flight_recorder,
+)
 from launch.ranks.rendezvous import MeetingError, Rendezvous
 from launch.ranks.signals import notes_sigterm, raises_on_sigterm
 from models.kernels.matmul.choice_table import machine_table
 from models.kernels.traits import traits_of
 from models.weights import Progress
-from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives, SingleRank
-from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.ordered_all_reduce import ordered_collectives
-from parallel.comm.symmetric_all_reduce import fastest_collectives
-from parallel.comm.symmetric_exchange import fastest_exchange
+from parallel.comm.symmetric_all_reduce import SizeLimits, fastest_collectives
+from parallel.comm.symmetric_exchange import GroupExchange, fastest_exchange
 from parallel.control.connect import open_control
 from parallel.control.interface import ControlPlane
 from parallel.control.protocol.states import Limits

@@ -37,9 +37,8 @@ from launch.serve.parsers.reader import named
 from launch.serve.parsers.reasoning_grammar import with_reasoning
 from launch.serve.parsers.table import HARMONY, REASONING
 from launch.serve.settings import ServerSettings
-from runtime.frontend.bad_words import bad_words_token_ids
 from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
-from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, prompt_ids
+from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, bad_words_token_ids, prompt_ids
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
 from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of

@@ -28,7 +28,7 @@ from launch.sweep.options import SweepOptions
 from launch.sweep.point import SweepError
 from models.cache_layout import CacheLayout
 from models.config import DTYPES, ModelConfig, ModelConfigError
-from models.fp8_at_load import quantised_at_load
+from models.fp8_load import quantised_at_load
 from models.group_size import legal_sizes
 from models.kv_group import FP8
 from models.layers.context import ModelContext
@@ -37,7 +37,7 @@ from models.ops.select import reference_ops
 from models.registry import config_from_folder, model_class
 from models.weights import without_memory
 from parallel.comm.collectives import Collectives
-from parallel.comm.ep_exchange import TokenExchange
+from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.control.wire.frames import MAX_WORLD
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.shard import Shard

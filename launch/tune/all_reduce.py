@@ -17,9 +17,14 @@ from torch import Tensor
 
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul.autotune import median_graph_us
-from parallel.comm.all_reduce_dispatch import ROW_BYTES, AllReduceKernel, SizeLimits
 from parallel.comm.collectives import GroupCollectives
-from parallel.comm.symmetric_all_reduce import SymmetricCollectives, fastest_collectives
+from parallel.comm.symmetric_all_reduce import (
+    ROW_BYTES,
+    AllReduceKernel,
+    SizeLimits,
+    SymmetricCollectives,
+    fastest_collectives,
+)
 from parallel.comm.symmetric_memory import has_dependent_launches
 
 _CALLS = 32  # of a graph

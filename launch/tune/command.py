@@ -34,7 +34,7 @@ from launch.tune.plan import Task, plan
 from launch.tune.shapes import RankShare, asked_attention, asked_products, buckets_of
 from launch.tune.tuner import DeviceLost, Tuner, save
 from models.config import DTYPES
-from models.fp8_at_load import quantised_at_load
+from models.fp8_load import quantised_at_load
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.kernels.traits import traits_of

@@ -31,9 +31,9 @@ from models.ops.table import Row, TableOps, plain
 from models.registry import model_class
 from models.row_buckets import decode_ladder, every_bucket
 from models.weights import without_memory
-from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits, shots_for
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.quantised import Quantised
+from parallel.comm.symmetric_all_reduce import SIZE_LIMITS, SizeLimits, shots_for
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.weight import Weight, WeightPlan
 

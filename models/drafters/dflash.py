@@ -16,9 +16,8 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout
-from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import DFlashConfig
-from models.drafters.draft_head import SplitProjection
+from models.drafters.draft_head import DraftAttention, SplitProjection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext

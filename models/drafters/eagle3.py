@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from models.cache_layout import CacheLayout
-from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import Eagle3Config
-from models.drafters.draft_head import Projection
+from models.drafters.draft_head import DraftAttention, Projection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext

@@ -24,9 +24,8 @@ from torch import Tensor
 from models.checkpoint import WeightsError, locate_tensors
 from models.config import ModelConfig
 from models.drafters.dflash import DFlashDraft
-from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import OTHER_DRAFTERS, DFlashConfig, Eagle3Config, MTPConfig, for_lengths
-from models.drafters.draft_head import DraftHead
+from models.drafters.draft_head import DraftAttention, DraftHead
 from models.drafters.draft_vocabulary import MAPS, TargetIds, mapped_ids
 from models.drafters.eagle3 import Eagle3Draft
 from models.drafters.mtp import MakeNorm, MTPDraft

@@ -20,18 +20,16 @@ from torch import Tensor, nn
 
 from models.cache_layout import CacheLayout
 from models.drafters.dflash import LAYER_NAMES
-from models.drafters.draft_attention import DraftAttention
 from models.drafters.draft_config import MTPConfig
-from models.drafters.draft_head import SplitProjection
+from models.drafters.draft_head import DraftAttention, SplitProjection
 from models.inputs import DecodeAttention, StepInputs
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.decoder import DecoderLayer
 from models.layers.mlp import GatedMLP
-from models.layers.moe import SparseMLP
+from models.layers.moe import SparseMLP, shared_expert_names
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
-from models.layers.shared_expert import shared_expert_names
 from parallel.comm.collectives import PendingAllReduce
 
 MakeNorm = Callable[[int], RMSNorm]

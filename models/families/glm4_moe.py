@@ -14,9 +14,9 @@ from models.config_reader import ConfigReader
 from models.families.llama import Llama
 from models.families.qwen3_moe import Qwen3Moe
 from models.layers.decoder import MTPLayout
+from models.layers.moe import shared_expert_names
 from models.layers.rope import given_parameters
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
-from models.layers.shared_expert import shared_expert_names
 
 
 def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from models.config import FamilyConfig
 from models.config_reader import ConfigReader
 from models.families.llama import Llama
 from models.families.qwen3_moe import Qwen3Moe
+from models.layers.moe import shared_expert_names
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
-from models.layers.shared_expert import shared_expert_names
 
 _KINDS = ("dense", "sparse")
 

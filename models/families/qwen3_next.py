@@ -21,11 +21,10 @@ from models.layers.decoder import Decoder, DecoderLayer, MTPLayout
 from models.layers.delta_config import DELTA_KEYS, DELTA_NEUTRAL, read_gated_delta, usual_delta_keys
 from models.layers.gated_delta import GatedDeltaNet
 from models.layers.mlp import GatedMLP
-from models.layers.moe import SparseMLP
+from models.layers.moe import SparseMLP, shared_expert_names
 from models.layers.norm import RMSNorm
 from models.layers.rope import cos_sin_cache
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, softmax_experts
-from models.layers.shared_expert import shared_expert_names
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding
 
 

@@ -1,7 +1,7 @@
 """All-reduce of every rank's rows in one kernel, fused on request with the residual add and RMSNorm that follow.
 
 Knows: which rank sends what to which peer, and how a program sees that a peer's contribution has arrived. Does not
-know: process groups, which all-reduces are small enough (all_reduce_dispatch.py), the layout of buffers
+know: process groups, which all-reduces are small enough (symmetric_all_reduce.py), the layout of buffers
 (peer_buffers.py).
 
 A program handles the same row on every rank. It pushes its partial sum into the peers' buffers, polls its own, and adds

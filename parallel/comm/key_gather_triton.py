@@ -1,7 +1,7 @@
 """All-gather of a few 64-bit keys a row in one kernel: what ranks with shares of a vocabulary exchange.
 
 Knows: which words travel, and how a program sees that a peer's have arrived. Does not know: what a key means, process
-groups, which gathers are small enough (all_reduce_dispatch.py), the layout of buffers (peer_buffers.py).
+groups, which gathers are small enough (symmetric_all_reduce.py), the layout of buffers (peer_buffers.py).
 
 A program handles one row. It pushes its keys into the peers' buffers, polls its own for theirs, and restores the
 sentinel, as a one-shot all-reduce does; all_reduce_triton.py says why two buffers are enough, and both may follow each

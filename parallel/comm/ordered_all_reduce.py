@@ -2,7 +2,7 @@
 
 Knows: that every sum is the float32 sum of all ranks' parts, rank 0's first, rounded once, and who takes it: our kernel
 where its buffers hold a row (all_reduce_triton.py), an all-gather and torch elsewhere. Does not know: the fastest sum
-of a size (all_reduce_dispatch.py).
+of a size (symmetric_all_reduce.py).
 
 NCCL and gloo take another order for another size, or another place in a message. Gathering moves bits and adds nothing.
 """
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.all_reduce_dispatch import (
+from parallel.comm.collectives import GroupCollectives
+from parallel.comm.symmetric_all_reduce import (
     DTYPES,
     ROW_BYTES,
     ROWS,
@@ -24,7 +25,6 @@ from parallel.comm.all_reduce_dispatch import (
     all_reduce_buffer_bytes,
     buffer_rows,
 )
-from parallel.comm.collectives import GroupCollectives
 from parallel.comm.symmetric_memory import SentinelMemory, build_on_every_rank, has_dependent_launches
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name, which is the only one in 2.11.

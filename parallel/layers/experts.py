@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
-from parallel.comm.ep_exchange import TokenExchange
+from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.layers.shard import (
     FeatureShard,
     ScatteredShard,

@@ -15,7 +15,7 @@ import torch
 from models.config import ModelConfig
 from models.expert_load import ExpertLoad, ExpertLoadError, read_load
 from models.layers.decoder import Decoder
-from parallel.comm.ep_exchange import TokenExchange
+from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.layers.experts import ExpertSplit
 from runtime.config import ConfigError, EngineConfig, flag_of
 

@@ -1,8 +1,8 @@
 """The observer: what was measured of the latest steps, by host and device, joined by step number.
 
-Knows: a step's marks, the ring of recent records, the timeline. Does not know: when a mark is set (the engine notes its
-times in a ``InFlight`` and hands it over once, landed), how to wait for anything: device times come from the landing
-worker with the result.
+Knows: a step's marks, the ring of recent records, the timeline, NVTX ranges. Does not know: when a mark is set (the
+engine notes its times in a ``InFlight`` and hands it over once, landed), how to wait for anything: device times come
+from the landing worker with the result.
 """
 
 from __future__ import annotations
@@ -10,15 +10,76 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import Protocol
 
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
-from runtime.observe.ranges import Phases, Ranges
 from runtime.observe.step_record import AGREEMENT_BOUNDS, StepRecord
 from runtime.observe.timeline import Timeline
 from runtime.schedule.plan import StepPlan
+
+
+class Ranges(Protocol):
+    """A stack of named ranges, of the calling thread."""
+
+    def push(self, name: str, /) -> object: ...
+    def pop(self) -> object: ...
+
+
+class NvtxRanges:
+    """Ranges that Nsight Systems shows; a fraction of a microsecond each without a profiler. Needs CUDA."""
+
+    def __init__(self) -> None:
+        from torch.cuda import nvtx
+
+        self.push: Callable[[str], object] = nvtx.range_push
+        self.pop: Callable[[], object] = nvtx.range_pop
+
+
+class Phases:
+    """Ranges that follow one another: each phase ends the one before it. None: no phase."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges, self._inside = ranges, False
+
+    def enter(self, name: str | None) -> None:
+        if self._inside:
+            self._ranges.pop()
+        if name is not None:
+            self._ranges.push(name)
+        self._inside = name is not None
+
+
+class _Range:
+    """One range as a context that can be entered again and again."""
+
+    def __init__(self, ranges: Ranges, name: str) -> None:
+        self._ranges = ranges
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._ranges.push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._ranges.pop()
+
+
+def open_ranges(wanted: bool) -> Ranges | None:
+    """None if ranges are off, or where there is no CUDA to make them with."""
+    if not wanted:
+        return None
+    import torch
+
+    return NvtxRanges() if torch.cuda.is_available() else None
+
+
+def around(ranges: Ranges | None, name: str) -> AbstractContextManager[object]:
+    """A reusable context for one phase; nothing without ranges."""
+    return nullcontext() if ranges is None else _Range(ranges, name)
+
 
 _AGREEMENT_NS = tuple(round(bound * 1e9) for bound in AGREEMENT_BOUNDS)
 RECENT = 256  # more than a watchdog's bundle shows

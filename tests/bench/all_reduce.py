@@ -23,9 +23,8 @@ from torch import Tensor
 
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul.autotune import median_graph_us
-from parallel.comm.all_reduce_dispatch import AllReduceKernel
 from parallel.comm.collectives import GroupCollectives
-from parallel.comm.symmetric_all_reduce import SymmetricCollectives
+from parallel.comm.symmetric_all_reduce import AllReduceKernel, SymmetricCollectives
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CALLS = 32

@@ -23,8 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.kernels.matmul.autotune import median_graph_us
-from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.symmetric_exchange import ExchangeLimits, SymmetricExchange, limits_of, runs_in_kernels
+from parallel.comm.symmetric_exchange import (
+    ExchangeLimits,
+    GroupExchange,
+    SymmetricExchange,
+    limits_of,
+    runs_in_kernels,
+)
 from tests.bench.all_reduce import CALLS, chain, leave, ranks_of_torchrun, show
 from tests.parallel.comm.exchange_cases import Layer, layer, same_bits
 

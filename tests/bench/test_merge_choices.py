@@ -14,7 +14,7 @@ from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import Blas, ChoiceTable, Gemv, Wide
 from models.kernels.traits import H200
-from parallel.comm.all_reduce_dispatch import SizeLimits
+from parallel.comm.symmetric_all_reduce import SizeLimits
 from tests.bench import merge_choices
 from tests.bench.measure import PARTS, Part
 

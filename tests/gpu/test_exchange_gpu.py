@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import SENTINEL
 from parallel.comm.symmetric_exchange import (
+    GroupExchange,
     SymmetricExchange,
     fastest_exchange,
     limits_of,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention
-from models.kernels.matmul.simulated import simulated
+from models.ops.rows_reference.dense import simulated
 from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight, fp8
 from runtime.execute.device.cpu_twin import open_device

@@ -12,8 +12,7 @@ from launch.bench import command as bench
 from launch.bench.options import BenchCommand
 from launch.bench.profile import STAGES
 from launch.ranks.start_engine import open_engine
-from runtime.observe.observer import RECENT, StepObserver
-from runtime.observe.ranges import open_ranges
+from runtime.observe.observer import RECENT, StepObserver, open_ranges
 from runtime.observe.step_record import VOID
 from runtime.observe.timeline import Timeline, device_times_ns
 from tests.gpu.test_device_gpu import no_synchronisation

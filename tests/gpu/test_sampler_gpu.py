@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling import counter_rng, exact_math, logit_edits, logprobs, penalties, rejection, sampler
+from runtime.execute.sampling import (
+    counter_rng,
+    exact_math,
+    logit_edits,
+    penalties,
+    prompt_logprobs,
+    rejection,
+    sampler,
+)
 from runtime.execute.sampling.filters import survival_threshold
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
@@ -39,7 +47,7 @@ from tests.runtime.execute.sampling.sampling_cases import processed, random_para
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
-from runtime.execute.sampling import filters_triton, listing_triton, rejection_triton, threshold_triton  # noqa: E402
+from runtime.execute.sampling import listing_triton, rejection_triton, shares_triton, threshold_triton  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -59,7 +67,7 @@ needs_cuda = pytest.mark.skipif(INTERPRETED, reason="about the device, not the a
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which the sampler would otherwise give to torch."""
     if INTERPRETED:
-        for module in (sampler, logprobs, rejection, logit_edits, penalties):
+        for module in (sampler, prompt_logprobs, rejection, logit_edits, penalties):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
 
 
@@ -338,7 +346,7 @@ def _survivors(logits: torch.Tensor, params: list[SamplingParams]) -> None:
     threshold, largest = survival_threshold(scaled, rows)
     moved = _moved(rows, DEVICE)
     columns = (moved.temperature, moved.top_k, moved.top_p, moved.min_p, moved.seed, moved.position)
-    found = filters_triton.filtered_candidates(logits.to(DEVICE), 0, *columns)
+    found = shares_triton.filtered_candidates(logits.to(DEVICE), 0, *columns)
     assert torch.equal(found.largest.cpu(), largest)
     survive = scaled >= found.threshold.cpu()[:, None]
     for row, one in enumerate(params):
@@ -475,7 +483,7 @@ def test_a_threshold_takes_two_passes_over_the_logits_and_no_sort(monkeypatch: p
     reads = Reads(logits, monkeypatch)
     with Operations() as run:
         columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position
-        filters_triton.filtered_candidates(logits, 0, *columns)
+        shares_triton.filtered_candidates(logits, 0, *columns)
     assert not [name for name in run.names if "sort" in name or "topk" in name or "kthvalue" in name]
     assert [*reads.by_kernel] == ["survey", "bound", "collect", "threshold"]
     survey, bound, collect, threshold = reads.by_kernel.values()
@@ -535,10 +543,10 @@ def test_log_probabilities_have_the_same_bits_on_both(vocab: int, top_n: int, dt
     logits[1], logits[2, vocab - 1] = float("-inf"), float("nan")
     logits[3, : vocab // 2] = float("-inf")
     tokens = torch.from_numpy(rng.integers(0, vocab, ROWS))
-    got = logprobs.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), top_n)
+    got = prompt_logprobs.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), top_n)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "kernels_for", lambda tensor: None)
-        wanted = logprobs.token_logprobs(logits, tokens, top_n)
+        patch.setattr(prompt_logprobs, "kernels_for", lambda tensor: None)
+        wanted = prompt_logprobs.token_logprobs(logits, tokens, top_n)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)

@@ -59,8 +59,8 @@ from launch.sweep.ledger import Began, Outcome, Plan, PlannedPoint
 from launch.sweep.status import PointStatus, SweepStatus
 from launch.sweep.submit import Submitted
 from models.kernels.attention.decode_variant import DecodeVariant
-from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.call_log import CallRun, Calls
+from parallel.comm.symmetric_all_reduce import SizeLimits
 from parallel.control.errors import Cause, Verdict
 from parallel.control.wire.frames import Heartbeat
 from parallel.layers.experts import ExpertSplit

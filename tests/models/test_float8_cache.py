@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import WeightsError
-from models.fp8_at_load import quantised_at_load
+from models.fp8_load import quantised_at_load
 from models.kernels.interface import Rotation
 from models.kernels.traits import H200
 from models.kv_group import FP8

@@ -22,11 +22,11 @@ from models.config import ModelConfig
 from models.drafters.draft_config import DFlashConfig, Eagle3Config, MTPConfig
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
 from models.drafters.mtp import MTPDraft
-from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
 from models.layers import moe
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
+from models.ops.rows_reference.dense import simulated
 from models.quantization import read_quantization
 from models.registry import config_from_dict, config_from_folder, model_class
 from models.weights import load_model, without_memory

@@ -14,7 +14,7 @@ from models.checkpoint import WeightsError
 from models.config import ModelConfigError
 from models.drafters.draft_config import DFlashConfig, Eagle3Config
 from models.drafters.load import load_dflash, load_eagle3, load_own_mtp
-from models.fp8_at_load import AT_LOAD, quantised_at_load
+from models.fp8_load import AT_LOAD, quantised_at_load
 from models.layers.decoder import Decoder
 from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model

@@ -16,10 +16,9 @@ import msgspec
 
 from launch.sweep.ledger import Ledger, write_file
 from launch.sweep.point import SweepError
-from launch.sweep.report.compare import compare
 from launch.sweep.report.html import html
 from launch.sweep.report.plots import Missing, draw_all
-from launch.sweep.report.rows import Report, differences_within, read_report, report_of
+from launch.sweep.report.rows import Report, compare, differences_within, read_report, report_of
 
 
 def write_report(

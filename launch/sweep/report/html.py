@@ -11,10 +11,17 @@ from datetime import UTC, datetime
 from html import escape
 
 from launch.bench.point import ServePoint
-from launch.sweep.report.compare import Comparison
 from launch.sweep.report.load_plot import point_name
 from launch.sweep.report.plots import Missing, Picture
-from launch.sweep.report.rows import Report, Row, differences_between, differences_within, series_label, varying_names
+from launch.sweep.report.rows import (
+    Comparison,
+    Report,
+    Row,
+    differences_between,
+    differences_within,
+    series_label,
+    varying_names,
+)
 
 _LONGEST = 120  # characters of a fact's value
 

@@ -32,8 +32,8 @@ import torch
 from models.kernels.attention.decode_variant import DecodeVariant
 from models.kernels.traits import DeviceTraits
 from models.row_buckets import power_of_two_from, product_bucket
-from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.quantised import Activations
+from parallel.comm.symmetric_all_reduce import SizeLimits
 from parallel.layers.weight import Weight, WeightFormat, format_of, plain
 
 log = logging.getLogger(__name__)

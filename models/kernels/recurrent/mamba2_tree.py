@@ -23,9 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
 from models.kernels.recurrent.conv import silu
-from models.kernels.recurrent.mamba2 import Mamba2Weights
-from models.kernels.recurrent.mamba2_triton import gated_memory, normed, softplus
-from models.kernels.recurrent.tree_mask import (
+from models.kernels.recurrent.delta_tree import (
     along_paths,
     seen_nodes,
     tree_block,
@@ -33,6 +31,8 @@ from models.kernels.recurrent.tree_mask import (
     tree_precision,
     tree_warps,
 )
+from models.kernels.recurrent.mamba2 import Mamba2Weights
+from models.kernels.recurrent.mamba2_triton import gated_memory, normed, softplus
 
 _CHANNELS = 32  # of a head, a program
 

@@ -4,7 +4,7 @@ Knows: float32 or bfloat16 logits [B, V] in rows of any stride, per-row paramete
 the slot records), and the packed candidates of runtime/execute/sampling/packed_argmax.py. Its torch reference is
 sampler.py there with counter_rng.py and exact_math.py, whose arithmetic it repeats operation by operation: every
 kernel is launched without fused multiply-add, so noise, scores and tokens have the same bits.
-Does not know: slots, filters (filters_triton.py finds their threshold), what a finish code means to a host.
+Does not know: slots, filters (shares_triton.py finds their threshold), what a finish code means to a host.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

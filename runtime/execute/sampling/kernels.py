@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SamplingKernels(NamedTuple):
-    """Entry points of {draw,filters,shares,logprobs,logit_edits,rejection}_triton.py."""
+    """Entry points of {draw,shares,logprobs,logit_edits,rejection}_triton.py."""
 
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -38,7 +38,6 @@ def triton_kernels() -> SamplingKernels | None:
     try:
         from runtime.execute.sampling import (
             draw_triton,
-            filters_triton,
             logit_edits_triton,
             logprobs_triton,
             rejection_triton,
@@ -51,7 +50,7 @@ def triton_kernels() -> SamplingKernels | None:
         conclude=draw_triton.conclude,
         draw_guesses=rejection_triton.draw_guesses,
         edit_logits=logit_edits_triton.edit_logits,
-        filtered_candidates=filters_triton.filtered_candidates,
+        filtered_candidates=shares_triton.filtered_candidates,
         local_share=shares_triton.local_share,
         merge_shares=shares_triton.merge_shares,
         shape_logits=logit_edits_triton.shape_logits,

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from launch.__main__ import main
 from launch.bench import command as bench
-from launch.bench.load.loads import Load, _label
+from launch.bench.load.generator import Load, _label
 from launch.bench.load.report import Progress, shown_seconds
 from launch.bench.options import BenchCommand
 from launch.bench.point import ServePoint

@@ -15,8 +15,8 @@ from launch.ranks.start_engine import measured_limits
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.choice_table import ChoiceTable
 from models.kernels.traits import H200
-from parallel.comm.all_reduce_dispatch import SizeLimits
 from parallel.comm.collectives import SingleRank
+from parallel.comm.symmetric_all_reduce import SizeLimits
 from runtime.config import EngineConfig
 
 GPU = dataclasses.replace(H200, name="NVIDIA Of Tests")

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch.ranks.nccl_postmortem import RECORDED_CALLS, TRACE, abort_groups, record_collectives, write_flight_recorder
+from launch.ranks.process_group import RECORDED_CALLS, TRACE, abort_groups, record_collectives, write_flight_recorder
 
 _RANK = """
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from launch.ranks.nccl_postmortem import abort_groups, record_collectives, write_flight_recorder
+from launch.ranks.process_group import abort_groups, record_collectives, write_flight_recorder
 record_collectives()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for rows in (3, 5):

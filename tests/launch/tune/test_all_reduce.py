@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.tune.all_reduce import Times, limits_from, table, widened
-from parallel.comm.all_reduce_dispatch import SIZE_LIMITS, SizeLimits
+from parallel.comm.symmetric_all_reduce import SIZE_LIMITS, SizeLimits
 
 KIB = 1 << 10
 # Rows of 8 KiB, 1 to 2048 of them, between four to 8192: one-shot, two-shot, NCCL with the norm.

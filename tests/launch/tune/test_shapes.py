@@ -12,7 +12,7 @@ from launch.tune.shapes import RankShare, asked_attention, asked_products, bucke
 from models.kernels.attention.decode_variant import DecodeShape
 from models.kernels.matmul.choice_table import LinearShape
 from models.registry import config_from_folder
-from parallel.comm.all_reduce_dispatch import SizeLimits
+from parallel.comm.symmetric_all_reduce import SizeLimits
 
 SHAPES = Path(__file__).parents[3] / "models" / "shapes"
 BF16 = torch.bfloat16

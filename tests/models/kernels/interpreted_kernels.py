@@ -29,8 +29,8 @@ from models.kernels.matmul import candidates, codes
 from models.kernels.matmul import norm as norm_kernels
 from models.kernels.matmul import skinny as skinny_kernel
 from models.kernels.matmul.choice_table import Choice, ChoiceTable, Gemv, LinearShape, Skinny, Wide
-from models.kernels.matmul.simulated import simulated
 from models.kernels.traits import H200
+from models.ops.rows_reference.dense import simulated
 from models.ops.tuned import TunedProducts
 from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight

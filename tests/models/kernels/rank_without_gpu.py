@@ -27,16 +27,16 @@ from models.ops import nvidia, tuned
 from models.registry import config_from_folder, model_class
 from models.row_buckets import decode_ladder
 from models.weights import without_memory
-from parallel.comm.all_reduce_dispatch import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.comm.collectives import Collectives, PendingAllReduce
 from parallel.comm.peer_buffers import PeerBuffers
 from parallel.comm.quantised import Quantised
+from parallel.comm.symmetric_all_reduce import AllReduceDispatch, AllReduceKernel, buffer_rows
 from parallel.layers.experts import ExpertSplit
 from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
+from runtime.execute.sampling import logit_edits, penalties, prompt_logprobs, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
@@ -80,7 +80,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties)
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, prompt_logprobs, logit_edits, penalties)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None

@@ -22,8 +22,8 @@ from models.registry import config_from_dict
 from models.weights import load_model
 from parallel.comm import symmetric_exchange
 from parallel.comm.collectives import Collectives, GroupCollectives
-from parallel.comm.ep_exchange import GroupExchange
 from parallel.comm.peer_buffers import SENTINEL
+from parallel.comm.symmetric_exchange import GroupExchange
 from parallel.layers.experts import ExpertSplit
 from parallel.topology import ParallelDegrees
 from tests.models.kernels.paged_driver import PagedDriver

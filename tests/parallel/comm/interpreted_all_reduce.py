@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.comm import all_reduce_dispatch, all_reduce_triton
+from parallel.comm import all_reduce_triton, symmetric_all_reduce
 from parallel.comm.peer_buffers import SENTINEL
 from tests.models.kernels.interpreted_kernels import REFERENCE
 from tests.parallel.comm.exchange_cases import LOOKS_LIKE_SENTINEL
@@ -49,9 +49,9 @@ def expected(turn: int) -> tuple[Tensor, Tensor]:
 
 def rank(number: int, memory: list[Tensor]) -> None:
     torch.set_num_threads(1)
-    most = all_reduce_dispatch.buffer_rows(RANKS)
+    most = symmetric_all_reduce.buffer_rows(RANKS)
     use_counts, uses = torch.zeros(most, dtype=torch.int32), 0
-    made = all_reduce_dispatch.AllReduceDispatch([one.data_ptr() for one in memory], use_counts, number, pdl=False)
+    made = symmetric_all_reduce.AllReduceDispatch([one.data_ptr() for one in memory], use_counts, number, pdl=False)
     ways = {1: made.one_shot, 2: made.two_shot}
     late = random.Random(number)
     for turn in range(TURNS):
@@ -88,10 +88,10 @@ def in_processes(rank: Callable[[int, list[Tensor]], None], size: int) -> None:
 def few_at_once(number: int, memory: list[Tensor]) -> None:
     """A program has up to two rows of a launch, a message up to two launches."""
     all_reduce_triton.MOST_AT_ONCE = all_reduce_triton.PROGRAMS_OF_MANY = 2
-    all_reduce_dispatch.ROWS = 3
+    symmetric_all_reduce.ROWS = 3
     rank(number, memory)
 
 
 if __name__ == "__main__":
     for each in (rank, few_at_once):
-        in_processes(each, all_reduce_dispatch.all_reduce_buffer_bytes(RANKS))
+        in_processes(each, symmetric_all_reduce.all_reduce_buffer_bytes(RANKS))

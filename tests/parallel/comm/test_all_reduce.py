@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.comm.all_reduce_dispatch import (
+from parallel.comm.symmetric_all_reduce import (
     ROW_BYTES,
     ROWS,
     SIZE_LIMITS,

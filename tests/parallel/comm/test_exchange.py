@@ -12,7 +12,7 @@ from torch import Tensor
 from models.group_size import require_legal_size
 from models.registry import config_from_dict
 from parallel.comm.collectives import SingleRank
-from parallel.comm.ep_exchange import TokenExchange, all_gather_packed
+from parallel.comm.symmetric_exchange import TokenExchange, all_gather_packed
 from parallel.layers.experts import ExpertSplit
 from tests.parallel.comm.exchange_worker import CONFIG, answers
 from tests.torchrun import torchrun

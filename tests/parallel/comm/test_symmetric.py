@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.all_reduce_dispatch import SIZE_LIMITS
 from parallel.comm.call_log import CallLog
 from parallel.comm.collectives import GroupCollectives
-from parallel.comm.ep_exchange import GroupExchange
-from parallel.comm.symmetric_all_reduce import fastest_collectives
+from parallel.comm.symmetric_all_reduce import SIZE_LIMITS, fastest_collectives
 from parallel.comm.symmetric_exchange import (
     ROW_BYTES,
     ExchangeLimits,
+    GroupExchange,
     SymmetricExchange,
     fastest_exchange,
     limits_of,

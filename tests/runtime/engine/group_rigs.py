@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from parallel.comm.ep_exchange import TokenExchange
+from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.control.interface import SingleRankControl
 from parallel.layers.experts import ExpertSplit
 from runtime.engine import Engine

@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from models.fp8_at_load import quantised_at_load
+from models.fp8_load import quantised_at_load
 from models.ops.select import select_kernels
 from models.registry import config_from_dict, config_from_folder
 from models.weights import load_model
@@ -35,8 +35,7 @@ from runtime.grammar import Grammars
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
 from runtime.groups.step_sync import DpStepSync, StepAgreement
-from runtime.observe.observer import StepObserver
-from runtime.observe.ranges import Ranges, around
+from runtime.observe.observer import Ranges, StepObserver, around
 from runtime.plan_late import PlanLate
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SessionPolicy, SnapshotPolicy, StepLimits
 from runtime.schedule.plan import Finished, StepOutput

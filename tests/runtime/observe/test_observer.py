@@ -22,8 +22,7 @@ from runtime.execute.device.protocol import Work
 from runtime.execute.executor import Executor
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
-from runtime.observe.observer import RECENT, StepObserver
-from runtime.observe.ranges import around, open_ranges
+from runtime.observe.observer import RECENT, StepObserver, around, open_ranges
 from runtime.observe.step_record import VOID, StepRecord
 from runtime.observe.timeline import Timeline, device_times_ns
 from runtime.schedule.request import Request

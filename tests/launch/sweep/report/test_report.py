@@ -25,7 +25,6 @@ from launch.sweep.options import SweepCommand
 from launch.sweep.point import SweepError
 from launch.sweep.report import plots
 from launch.sweep.report.command import write_report
-from launch.sweep.report.compare import compare
 from launch.sweep.report.html import html
 from launch.sweep.report.plots import (
     Missing,
@@ -44,6 +43,7 @@ from launch.sweep.report.plots import (
 from launch.sweep.report.rows import (
     Report,
     Row,
+    compare,
     differences_between,
     differences_within,
     panels,

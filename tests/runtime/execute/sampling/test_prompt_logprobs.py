@@ -11,8 +11,13 @@ from torch import Tensor
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import pack
-from runtime.execute.sampling.logprobs import token_logprobs
-from runtime.execute.sampling.prompt_logprobs import PIECE, PromptLogprobRing, PromptLogprobs, score_words
+from runtime.execute.sampling.prompt_logprobs import (
+    PIECE,
+    PromptLogprobRing,
+    PromptLogprobs,
+    score_words,
+    token_logprobs,
+)
 from runtime.execute.slot_state import SlotTables
 from runtime.schedule.plan import Chunk, Scored
 from tests.runtime.execute.plans import decode_step, prefill_step
