@@ -1,7 +1,7 @@
 """One rank of the parity test: run every saved model through every scenario, write what came out.
 
-Started as ``torchrun ... -m tests.models.parity_worker FOLDER COUNT`` for the last COUNT scenarios, of hybrid models
-also the first; FOLDER/NAME holds a model each, and prompts.json the prompts. Rank 0 writes
+Started as ``torchrun ... -m tests.models.parity_worker FOLDER COUNT`` for the last COUNT scenarios; FOLDER/NAME holds a
+model each, and prompts.json the prompts. Rank 0 writes
 FOLDER/NAME.SPLIT.SIZE.safetensors with tokens and logits of each scenario, for every split that the model can have. All
 ranks must have seen the same bits: of tokens, of logits, and of every routing decision.
 """
@@ -45,19 +45,12 @@ class Scenario(NamedTuple):
         return f"batch{self.batch}-chunk{self.chunk}-share{self.share_prefixes}"
 
 
-HYBRIDS = ("qwen3next", "qwen35", "nemotronh", "granitemoehybrid")  # how their folders' names begin
-SCENARIOS = (  # the last two in every run of four ranks in threads
+SCENARIOS = (  # the last one in every run of four ranks in threads
     Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
     Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
     Scenario(batch=16, prompts=16, chunk=None, share_prefixes=True),
     Scenario(batch=16, prompts=16, chunk=7, share_prefixes=False),
 )
-
-
-def scenarios_of(name: str, count: int) -> Sequence[Scenario]:
-    """The last ``count``, and of hybrid models one row, too: their state has kernels for a token a row."""
-    others = SCENARIOS[:1] if name.startswith(HYBRIDS) and count < len(SCENARIOS) else ()
-    return (*others, *SCENARIOS[-count:])
 
 
 class RoutingRecorder:
@@ -78,9 +71,10 @@ class RoutingRecorder:
         return routed
 
 
-def splits_of(config: ModelConfig) -> dict[str, ExpertSplit]:
-    """tp: a share of every matrix. ep: whole experts. map: whole experts in another order in every layer."""
-    if config.experts is None:
+def splits_of(config: ModelConfig, size: int) -> dict[str, ExpertSplit]:
+    """tp: a share of every matrix. ep: whole experts. map: whole experts in another order in every layer. A single rank
+    has all experts either way."""
+    if config.experts is None or size == 1:
         return {"tp": ExpertSplit()}
     draw = random.Random(3)
     experts = range(config.experts.count)
@@ -92,11 +86,11 @@ def run_models(folder: Path, collectives: Collectives, count: int = len(SCENARIO
     """Every model folder, every split."""
     for model_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
         config = config_from_folder(model_folder)
-        for name, split in splits_of(config).items():
+        for name, split in splits_of(config, collectives.size).items():
             recorder = RoutingRecorder()
             kernels = kernels_with(route_top_k=recorder.route, route_sigmoid=recorder.route)
             model = load_model(config, model_folder, collectives=collectives, kernels=kernels, experts=split)
-            results = run_scenarios(folder, model, scenarios_of(model_folder.name, count))
+            results = run_scenarios(folder, model, SCENARIOS[-count:])
             routing = {
                 "weights": torch.cat([w.flatten() for w in recorder.weights] or [torch.zeros(1)]),
                 "ids": torch.cat([i.flatten() for i in recorder.ids] or [torch.zeros(1)]),

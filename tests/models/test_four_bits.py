@@ -232,7 +232,9 @@ def test_ranks_choose_the_tokens_of_the_numbers_that_codes_mean(model: str, name
                 rank.result()
     expected = load_file(tmp_path / "plain.tp.1.safetensors")
     found = sorted(tmp_path.glob("coded.*.safetensors"))
-    assert len(found) == (3 if model == "qwen3" else 9)  # also with whole experts, and in another order
+    assert len(found) == (
+        3 if model == "qwen3" else 7
+    )  # two and four ranks have whole experts, too, and in another order
     for file in found:
         for label, result in load_file(file).items():
             if label.endswith("tokens"):
