@@ -51,15 +51,18 @@ def covering_rows(
     allowed: Callable[[Row], bool] = lambda row: True,
     *,
     at_once: int = 2,
+    asked: Callable[[Row], bool] = lambda row: True,
     sparing: Sequence[Any] = (),
 ) -> list[Row]:
-    """A few of all combinations of ``axes``: any ``at_once`` values that may meet do so in at least one of them.
+    """A few of all combinations of ``axes``: any ``at_once`` values that may meet, and for which ``asked`` is
+    true, do so in at least one of them.
 
     ``allowed`` gets values of some axes and says whether they may meet; what it refuses it refuses with further values,
     too. ``sparing``: values that no row has without need, for they take long. The product of the axes is never
     enumerated, so it may be large; the rows are the same in every run.
     """
     cover = _Cover(axes, allowed, at_once, sparing)
+    cover.missing = {some: None for some in cover.missing if asked(dict(some))}
     rows: list[Row] = []
     while cover.missing:
         rows.append(cover.best_row())

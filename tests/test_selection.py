@@ -51,6 +51,12 @@ def test_values_that_cannot_be_completed_are_left_out() -> None:
     assert (("a", 1), ("b", 0)) in met(rows, 2)
 
 
+def test_rows_have_what_is_asked_for() -> None:
+    rows = covering_rows(MANY, small, asked=lambda row: row.get("axis 0", 0) < 4)
+    assert met(rows, 2) >= {some for some in met(covering_rows(MANY, small), 2) if dict(some).get("axis 0", 0) < 4}
+    assert len(rows) < 50
+
+
 def test_a_value_that_takes_long_is_in_no_more_rows_than_it_needs() -> None:
     rows = covering_rows(MANY | {"long": (False, "yes")}, small, sparing=["yes"])
     assert 9 <= len([row for row in rows if row["long"] == "yes"]) <= 14

@@ -73,6 +73,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "cache": ("float", "fp8"),
 }
 SPARING = ("two groups", *HYBRIDS)  # which take twice as long as others do
+ALIKE: tuple[tuple[Any, ...], ...] = (
+    ("attention", "experts"),
+    tuple(HYBRIDS),
+    ("ngram", "mtp", "dflash", "eagle3"),
+    ("windows", "known tree", "dflash tree"),
+    (2, 3, 4),
+    ("mixed", "mixed graphs"),
+    ("in turns", "in turns, graphs"),
+)
 OF_OTHERS = {
     turn: [Admit(request(9000 + turn, [(turn + i) % 7 for i in range(9)], max_tokens=1 + turn % 5, stops=()))]
     for turn in (*range(4, 18, 5), *range(25, 90, 9))
@@ -92,12 +101,17 @@ def allowed(row: Row) -> bool:
 
 
 def shared_out(row: Row) -> bool:
-    """The same, but an event meets one of the families with gated delta nets, and two groups meet one sparse model:
-    they agree on steps, whatever a layer keeps."""
-    event, model = row.get("event"), row.get("model", "experts")
-    if event is not None and model in FAMILIES and crc32(event.encode()) % len(FAMILIES) != [*FAMILIES].index(model):
-        return False
-    return allowed(row) and (row.get("groups") != "two groups" or model == "experts")
+    """The same, but two groups meet one sparse model: they agree on steps, whatever a layer keeps."""
+    return allowed(row) and (row.get("groups") != "two groups" or row.get("model", "experts") == "experts")
+
+
+def asked(row: Row) -> bool:
+    """Of values that are alike an event meets one; which one differs from event to event."""
+    event = row.get("event")
+    if event is None:
+        return True
+    mine = [alike[crc32(event.encode()) % len(alike)] for alike in ALIKE]
+    return all(value in mine or not any(value in alike for alike in ALIKE) for value in row.values())
 
 
 @dataclass(frozen=True)
