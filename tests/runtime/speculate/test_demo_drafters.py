@@ -37,8 +37,8 @@ def test_golden_tokens_at_the_recorded_acceptance(method: str) -> None:
     assert found["accepted_length"] > 2.4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["mtp", pytest.param("dflash", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", WIDEST)
 def test_a_tree_keeps_more_than_a_chain_of_its_depth(method: str) -> None:
     finished, counters = serve(method, tree_size=TREE_SIZES[method])
     assert [list(finished[i].token_ids) for i in range(len(finished))] == [row["token_ids"] for row in golden_rows()]

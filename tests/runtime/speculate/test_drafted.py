@@ -81,7 +81,7 @@ def test_rounds_guess_what_the_oracle_does(of_kind: tuple[str, int], depth: int,
     assert life.counters["spec_num_accepted_tokens"] > 5, "windows of which more than a token was kept"
 
 
-@pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (1, 2, 3, 4), at_once=1))
+@pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (1, 4), at_once=1))
 def test_rounds_are_the_same_at_every_depth(kind: str, depth: int, tmp_path: Path) -> None:
     """Round by round, not on average: the same guesses behind the same tokens, and none more or less."""
     drafter, requests = Drafter(kind, tmp_path), people(5)
@@ -102,7 +102,7 @@ def test_windows_and_single_tokens_in_turn(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "at", "buckets"), covering(KINDS, [(0, 100), (2, 0), (3, 100)], [(), (8, 16, 19)]), ids=str
+    ("kind", "at", "buckets"), covering(KINDS, [(0, 100), (2, 0), (3, 100)], [(), (8, 16, 19)], at_once=1), ids=str
 )
 def test_rows_that_decode_beside_chunks(
     kind: str, at: tuple[int, int], buckets: tuple[int, ...], tmp_path: Path
@@ -148,7 +148,7 @@ def check_prefix_hits(drafter: Drafter, width: int, *, depth: int, **limits: Any
     assert {request for request, _ in drafter.rounds} == found.keys()
 
 
-@pytest.mark.parametrize(("kind", "tree", "depth"), covering(KINDS, (None, 16), (0, 2)))
+@pytest.mark.parametrize(("kind", "tree", "depth"), covering(KINDS, (None, 16), (0, 2), at_once=1))
 def test_a_prefix_hit_restores_the_drafters_entries(kind: str, tree: int | None, depth: int, tmp_path: Path) -> None:
     """Nobody shows the proposer the tokens of the prefix again, and it guesses as if it had seen them."""
     drafter = Drafter(kind, tmp_path, top_k=4 if tree else 0)
@@ -190,20 +190,19 @@ def check_forks(drafter: Drafter, *, depth: int, **how: Any) -> None:
     assert check_rounds(drafter, sequences(answers, life)) > 20
 
 
-FORKS: list[dict[str, Any]] = [
-    {"depth": 0, "widths": (4,)},
-    {"depth": 2, "speculation": Speculation(4, mixed_percent=100), "max_prefill_tokens": 7},
-    {"depth": 2, "speculation": Speculation(4), "max_prefill_tokens": 16, "prefill_buckets": (8, 16, 24)},
-]
+FORKS: dict[str, dict[str, Any]] = {
+    "eager": {"depth": 0, "widths": (4,)},
+    "mixed windows": {"depth": 2, "speculation": Speculation(4, mixed_percent=100), "max_prefill_tokens": 7},
+    "captured": {"depth": 2, "speculation": Speculation(4), "max_prefill_tokens": 16, "prefill_buckets": (8, 16, 24)},
+}
 
 
-@pytest.mark.parametrize("how", FORKS, ids=["eager", "mixed windows", "captured"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_that_fork_guess_what_the_oracle_does(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
-    check_forks(Drafter(kind, tmp_path), **how)
+@pytest.mark.parametrize(("kind", "how"), covering(KINDS, tuple(FORKS), at_once=1))
+def test_answers_that_fork_guess_what_the_oracle_does(kind: str, how: str, tmp_path: Path) -> None:
+    check_forks(Drafter(kind, tmp_path), **FORKS[how])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("dflash", marks=pytest.mark.long)])
 def test_two_ranks_guess_as_one(kind: str, tmp_path: Path) -> None:
     """Shares of the vocabulary, split heads: the same guesses in every round, on every rank."""
     drafter, requests = Drafter(kind, tmp_path), people(3)
@@ -231,8 +230,7 @@ def check_gains_in_float32(drafter: Drafter, **limits: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tree"), covering(KINDS, (0, 12), at_once=1))
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     kind: str, tree: int, tmp_path: Path
 ) -> None:
@@ -242,7 +240,7 @@ def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_f
 IDS = (1, 2, 5, 7, 8)  # of nine
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("mtp", marks=pytest.mark.long), "dflash"])
 def test_a_reduced_draft_vocabulary_guesses_among_its_ids(kind: str, tmp_path: Path) -> None:
     """The tokens are those without, and guesses the likeliest of these ids; on two ranks the same ones, though one of
     them holds most of the rows in the whole head."""
@@ -273,7 +271,11 @@ def test_the_target_ids_must_be_those_of_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "kind", "depth"),
-    [("nemotron", "dflash", 0), ("nemotron", "dflash", 2), ("qwen3.5", "dflash", 2)],
+    [
+        pytest.param("nemotron", "dflash", 0, marks=pytest.mark.long),
+        ("nemotron", "dflash", 2),
+        ("qwen3.5", "dflash", 2),
+    ],
 )
 def test_targets_with_recurrent_layers(target: str, kind: str, depth: int, tmp_path: Path) -> None:
     """Features behind a Mamba-2 block and one of experts alone, or behind gated delta nets; evictions, a cancel."""

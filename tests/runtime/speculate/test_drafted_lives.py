@@ -75,14 +75,14 @@ FULL = (  # every kind as a chain and as a tree, every width and depth
     ("mtp", 4, 0, 46, False),
     ("dflash", 16, 1, 109, False),
     ("eagle3", 16, 4, 109, False),
-    ("own mtp", 32, 3, 46, False),
+    ("mtp", 32, 3, 46, False),
     ("mtp", 8, 2, 109, True),
     ("dflash", 16, 2, 46, True),
     ("eagle3", 4, 4, 46, True),
     ("own mtp", 4, 2, 109, True),
 )
 MORE = (
-    ("mtp", 32, 3, 46, False),
+    ("own mtp", 32, 3, 46, False),
     ("dflash", 32, 3, 46, False),
     ("mtp", 16, 4, 109, False),
     ("eagle3", 32, 2, 46, False),
@@ -121,7 +121,9 @@ def test_random_lives(kind: str, width: int, seed: int, tree: bool, tmp_path: Pa
     assert life.counters["spec_num_drafts"] > 0
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash", pytest.param("eagle3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["mtp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("dflash", "eagle3"))]
+)
 def test_the_corners_of_what_steps_with_chunks_share_by_both_paths(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

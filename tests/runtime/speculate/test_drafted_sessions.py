@@ -48,7 +48,6 @@ MODELS = [
     ("qwen3.5", "dflash"),
 ]
 ALWAYS = {
-    ("dense", "mtp", 0),
     ("dense", "mtp", 2),
     ("dense", "dflash", 2),
     ("dense", "eagle3", 2),

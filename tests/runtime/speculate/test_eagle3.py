@@ -108,7 +108,7 @@ def test_rounds_guess_what_the_oracle_does(depth: int, how: dict[str, Any], tmp_
     assert life.counters["spec_num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_rounds_are_the_same_at_every_depth(depth: int, tmp_path: Path) -> None:
     head, limits = Head(tmp_path), {"rows": 3, "prefix_caching": False}
     checked(head, depth=0, **limits)
@@ -127,7 +127,7 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [pytest.param(0, marks=pytest.mark.long), 12], ids=["chain", "tree"])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     tree: int, tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_f
     check_gains_in_float32(head, tree=tree)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_trees_grow_around_what_the_oracle_guesses(depth: int, tmp_path: Path) -> None:
     """So the head was shown the features of the path that was kept, and no others; more is kept than of a chain."""
     head = Head(tmp_path, top_k=4)

@@ -69,7 +69,7 @@ def test_trees_grow_around_what_the_oracle_guesses(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "whole"),
-    [("qwen3-next", False), ("qwen3-next", True), ("nemotron-h", False)],
+    [pytest.param("qwen3-next", False, marks=pytest.mark.long), ("qwen3-next", True), ("nemotron-h", False)],
     ids=["shares", "whole experts", "blocks"],
 )
 def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tree"), [("qwen3-next", 0), ("qwen3.5", 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize(("family", "tree"), [pytest.param("qwen3-next", 0, marks=pytest.mark.long), ("qwen3.5", 12)])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     family: str, tree: int, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_f
     check_gains_in_float32(drafter, tree=tree, shape=None, folder=drafter.folder)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_what_belongs_to_nobody_reaches_no_guess(depth: int, tmp_path: Path) -> None:
     """NaN in the null slot, in free slots and in idle blocks before every turn; rows are evicted meanwhile."""
     drafter = OwnLayer(FAMILIES["qwen3-next"], tmp_path)

@@ -140,7 +140,7 @@ def test_guesses_are_drawn_from_what_the_oracle_says(kind: str, ids: Any, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("dflash", marks=pytest.mark.long)])
 def test_tokens_are_the_same_at_every_depth_and_on_two_ranks(kind: str, tmp_path: Path) -> None:
     drafter, requests = DrawnDrafter(kind, tmp_path, ids=IDS), guests()
     first = live(requests, depth=0, widths=(4,), proposer=drafter, **LIMITS)
@@ -204,7 +204,7 @@ def check_beside(drafter: DrawnDrafter, *, depth: int, **limits: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ids", "depth", "buckets"),
-    [("mtp", None, 0, (8, 16, 28)), ("dflash", IDS, 2, (8, 16, 28)), ("mtp", IDS, 2, ())],
+    [("mtp", None, 0, ()), ("dflash", IDS, 2, (8, 16, 28)), pytest.param("mtp", IDS, 2, (), marks=pytest.mark.long)],
 )
 def test_a_round_beside_chunks_is_the_round_without(
     kind: str, ids: Any, depth: int, buckets: tuple[int, ...], tmp_path: Path
@@ -212,7 +212,7 @@ def test_a_round_beside_chunks_is_the_round_without(
     check_beside(DrawnDrafter(kind, tmp_path, ids=ids), depth=depth, prefill_buckets=buckets)
 
 
-@pytest.mark.parametrize("buckets", [(), (8, 16, 28)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("buckets", [pytest.param((), marks=pytest.mark.long), (8, 16, 28)], ids=["kernels", "graphs"])
 def test_narrower_windows_beside_chunks_draw_from_what_the_oracle_says(
     buckets: tuple[int, ...], tmp_path: Path
 ) -> None:

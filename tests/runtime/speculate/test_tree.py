@@ -174,7 +174,7 @@ def test_features_that_were_not_taken_along_the_path_show(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ids"), [("mtp", IDS), ("dflash", None)])
+@pytest.mark.parametrize(("kind", "ids"), [pytest.param("mtp", IDS, marks=pytest.mark.long), ("dflash", None)])
 def test_two_ranks_grow_the_trees_of_one(kind: str, ids: tuple[int, ...] | None, tmp_path: Path) -> None:
     drafter = Drafter(kind, tmp_path, ids=ids, top_k=4)
     one = treed(drafter, depth=0)
