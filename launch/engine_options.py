@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Final, Generic, Literal, TypeVar, get_args
 
-from launch.options import Option, add_option, option
+from launch.options import Option, add_option, choice, one_of, option
 from launch.values import at_least_one, bounded, integer, number, whole_numbers
 from runtime.config import (
     DEVICE_DEFAULTS,
@@ -49,13 +49,11 @@ class EngineCommand(Generic[Own]):
 class FolderDefaults:
     """Of a command whose requests may leave sampling parameters out."""
 
-    generation_config: Literal["auto", "none"] = option(
+    generation_config: Literal["auto", "none"] = choice(
         "sampling parameters that neither request nor option gives; auto takes temperature, top_k, top_p, min_p and "
         "repetition_penalty from the model's generation_config.json, none the API's defaults",
-        "word",
-        str,
+        ("auto", "none"),
         "auto",
-        choices=("auto", "none"),
     )
 
     @property
@@ -96,18 +94,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 _ENGINE: dict[str, Option] = {
     "model": Option("model folder in the Hugging Face layout", "folder", str),
-    "load_format": Option(
-        "safetensors reads the weights; dummy makes random ones and reads config.json only",
-        "word",
-        str,
-        choices=get_args(LoadFormat),
+    "load_format": one_of(
+        "safetensors reads the weights; dummy makes random ones and reads config.json only", get_args(LoadFormat)
     ),
-    "dtype": Option(
-        "type of weights and activations; auto takes the checkpoint's", "word", str, choices=get_args(DType)
-    ),
-    "device": Option(
-        "where to run; auto takes cuda where there is a GPU", "word", str, choices=("auto", "cpu", "cuda")
-    ),
+    "dtype": one_of("type of weights and activations; auto takes the checkpoint's", get_args(DType)),
+    "device": one_of("where to run; auto takes cuda where there is a GPU", ("auto", "cpu", "cuda")),
     "tensor_parallel": Option(
         "tensor-parallel ranks; with --data-parallel-size, those of one group",
         "ranks",
@@ -198,32 +189,24 @@ _ENGINE: dict[str, Option] = {
     "prefill_graphs": Option(
         "launch a prefill step as one CUDA graph; off: kernel by kernel, which costs tens of ms of host time", "switch"
     ),
-    "quantization": Option(
+    "quantization": one_of(
         "fp8: quantise a bfloat16 checkpoint's matrices while they are loaded, with a scale for each row; embeddings, "
         "head and routers stay; FP8 checkpoints need no option",
-        "word",
-        str,
+        ("fp8",),
         shown="none",
-        choices=("fp8",),
     ),
-    "kv_cache_dtype": Option(
+    "kv_cache_dtype": one_of(
         "type of the KV cache; auto takes that of activations; fp8 (fp8_e4m3) has the checkpoint's scales, or 1",
-        "word",
-        str,
-        choices=get_args(KvCacheDtype),
+        get_args(KvCacheDtype),
     ),
-    "fp8_activations": Option(
+    "fp8_activations": one_of(
         "whether activations are quantised where weights are FP8; auto: where that is faster, by the number of rows",
-        "word",
-        str,
-        choices=get_args(Fp8Activations),
+        get_args(Fp8Activations),
     ),
-    "prefill_attention": Option(
+    "prefill_attention": one_of(
         "prefill attention on GPUs; flashinfer is faster, but its first build takes more than a minute; triton needs "
         "none; auto: flashinfer if built, else triton, while flashinfer is built in the background for the next start",
-        "word",
-        str,
-        choices=get_args(PrefillWanted),
+        get_args(PrefillWanted),
     ),
     "prefix_caching": Option("reuse the KV of common prompt prefixes", "switch", aliases=("--enable-prefix-caching",)),
     "num_snapshots": Option(
@@ -243,12 +226,10 @@ _ENGINE: dict[str, Option] = {
     ),
     "max_waiting": Option("maximum number of requests in the engine's queue", "requests"),
     "max_sessions": Option("maximum number of open sessions of `daemon`, each with its own slot", "sessions"),
-    "session_policy": Option(
+    "session_policy": one_of(
         "parked sessions when memory is short: evict recomputes them later, close ends the one idle for longest, "
         "refuse rejects new work that would need it",
-        "word",
-        str,
-        choices=get_args(SessionPolicy),
+        get_args(SessionPolicy),
     ),
     "horizon": Option(
         "steps between rank 0's announcement of an event and its effect, in which records reach all ranks without a "

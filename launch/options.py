@@ -34,6 +34,11 @@ class Option:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
+def one_of(text: str, choices: tuple[str, ...], shown: str = "") -> Option:
+    """An option whose value is one of some words."""
+    return Option(text, "word", str, shown, choices=choices)
+
+
 def option(
     text: str,
     unit: str,
@@ -48,6 +53,11 @@ def option(
 ) -> Any:
     """A dataclass field that is an option (see Option); without ``default`` it is required."""
     return field(default=default, metadata={"option": Option(text, unit, read, shown, flag, aliases, choices, more)})
+
+
+def choice(text: str, choices: tuple[str, ...], default: str | None, shown: str = "") -> Any:
+    """A dataclass field that is such an option."""
+    return option(text, "word", str, default, shown, choices=choices)
 
 
 def switch(text: str, default: bool = False, shown: str = "") -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from launch.bench.serve_options import ServeOptions
 from launch.engine_options import EngineCommand, add_engine_options
-from launch.options import add_command, option, switch
+from launch.options import add_command, choice, option, switch
 from launch.values import above_zero, at_least_one, counts, whole_number
 from runtime.speculative_config import SpeculativeConfigError, merged_speculation
 
@@ -82,13 +82,11 @@ class RunOptions:
 class LatencyOptions(RunOptions):
     """What `bench latency` needs."""
 
-    protocol: Literal["fixed-batch", "generation"] = option(
+    protocol: Literal["fixed-batch", "generation"] = choice(
         "fixed-batch: TPOT from the times of a long and a one-token output; generation: whole outputs, as vLLM's "
         "bench latency",
-        "word",
-        str,
+        ("fixed-batch", "generation"),
         "fixed-batch",
-        choices=("fixed-batch", "generation"),
     )
     input_len: int = option("prompt length of each request", "tokens", at_least_one, 512)
     output_len: int = option("output length of each request", "tokens", at_least_one, 257)
@@ -104,8 +102,8 @@ class LatencyOptions(RunOptions):
 class ThroughputOptions(RunOptions):
     """What `bench throughput` needs. ``output_len`` None: what the dataset says, 128 of random prompts."""
 
-    dataset_name: Literal["random", "sharegpt", "jsonl"] = option(
-        "dataset of prompts", "word", str, "random", choices=("random", "sharegpt", "jsonl")
+    dataset_name: Literal["random", "sharegpt", "jsonl"] = choice(
+        "dataset of prompts", ("random", "sharegpt", "jsonl"), "random"
     )
     dataset_path: Path | None = option("file of the dataset; not for random", "file", Path, None)
     input_len: int = option("prompt length of each random request", "tokens", at_least_one, 1024)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from launch.options import option, switch
+from launch.options import choice, option, switch
 from launch.values import at_least_one, bounded, counts, integer, number, whole_number
 
 DatasetName = Literal["mixed", "random", "prefix", "long", "burst", "trace", "sharegpt", "jsonl"]
@@ -69,14 +69,12 @@ class ServeOptions:
     as many as run at once, at most 64. ``ramp_requests``, ``drain_requests`` None: load/steady.py.
     """
 
-    dataset_name: DatasetName = option(
+    dataset_name: DatasetName = choice(
         "mixed: chat-like lengths; random: lengths around --input-len and --output-len; prefix: prompts that share one "
         "of --num-prefixes beginnings; long: ragged prompts up to 100,000 tokens with short answers; burst: mixed, "
         "arriving in bursts; trace, sharegpt, jsonl: --dataset-path",
-        "word",
-        str,
+        get_args(DatasetName),
         "mixed",
-        choices=get_args(DatasetName),
     )
     dataset_path: Path | None = option("file of the dataset; for trace, sharegpt, jsonl", "file", Path, None)
     num_prompts: int | None = option(

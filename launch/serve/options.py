@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.engine_options import WARMED, EngineCommand, RequestDefaults, add_engine_options
-from launch.options import add_command, option, switch
+from launch.options import add_command, choice, option, switch
 from launch.serve.parsers.table import CALLS, REASONING
 from launch.serve.settings import MAX_BODIES_BYTES, MAX_BODY_BYTES
 from launch.values import at_least_one, bounded, integer, json_object, number
@@ -68,23 +68,13 @@ class ServeOptions(RequestDefaults):
     enable_auto_tool_choice: bool = switch(
         "refuse to start where the format of tool calls is not found", shown="requests with tools are refused"
     )
-    tool_call_parser: str = option(
-        f"format of tool calls in answers; none refuses tools; {_FOUND}",
-        "word",
-        str,
-        "auto",
-        choices=("auto", "none", *CALLS),
+    tool_call_parser: str = choice(
+        f"format of tool calls in answers; none refuses tools; {_FOUND}", ("auto", "none", *CALLS), "auto"
     )
-    reasoning_parser: str = option(
-        f"format of reasoning in answers; none leaves it in the content; {_FOUND}",
-        "word",
-        str,
-        "auto",
-        choices=("auto", "none", *REASONING),
+    reasoning_parser: str = choice(
+        f"format of reasoning in answers; none leaves it in the content; {_FOUND}", ("auto", "none", *REASONING), "auto"
     )
-    reasoning_field: str = option(
-        "name of the reasoning in answers", "word", str, "reasoning", choices=("reasoning", "reasoning_content")
-    )
+    reasoning_field: str = choice("name of the reasoning in answers", ("reasoning", "reasoning_content"), "reasoning")
     max_queued_requests: int = option(
         "answers that may wait for their first step; more are refused with 503", "answers", at_least_one, 4096
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from launch.options import add_command, option, switch
+from launch.options import add_command, choice, option, switch
 from launch.values import above_zero, at_least_one, whole_number
 from runtime.config import DEVICE_DEFAULTS, KvCacheDtype
 
@@ -49,7 +49,7 @@ class SweepOptions:
     html: Path | None = option(
         "report to write; images and report.json go beside it", "file", Path, None, "OUT/report/report.html"
     )
-    action: Literal["begin", "end"] = option("what to do", "word", str, "begin", choices=("begin", "end"))
+    action: Literal["begin", "end"] = choice("what to do", ("begin", "end"), "begin")
     points: Path | None = option("file with one key a line, instead of the grid's points", "file", Path, None)
     index: int = option("begin: line of --points or number of the point, from 0", "number", whole_number, 0)
     attempt: Path | None = option("end: the folder that begin printed", "folder", Path, None)
@@ -71,11 +71,9 @@ class SweepOptions:
         1,
     )
     dtype: str = option("dry run: type of weights and KV; auto takes the checkpoint's", "word", str, "auto")
-    quantization: str | None = option(
-        "dry run: fp8 quantises a bfloat16 checkpoint at load", "word", str, None, "none", choices=("fp8",)
-    )
-    kv_cache_dtype: str = option(
-        "dry run: type of the KV cache; auto takes that of --dtype", "word", str, "auto", choices=get_args(KvCacheDtype)
+    quantization: str | None = choice("dry run: fp8 quantises a bfloat16 checkpoint at load", ("fp8",), None, "none")
+    kv_cache_dtype: str = choice(
+        "dry run: type of the KV cache; auto takes that of --dtype", get_args(KvCacheDtype), "auto"
     )
     gpus_per_node: int = option("dry run: ranks per node", "ranks", at_least_one, 8)
     memory_gib: float = option("dry run: memory of a device", "GiB", above_zero, H200_GIB)

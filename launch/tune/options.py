@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
-from launch.options import add_command, option, switch
+from launch.options import add_command, choice, option, switch
 from launch.values import at_least_one, bounded, counts, number, whole_number
 from runtime.config import DEVICE_DEFAULTS, DType, EngineConfig
 
@@ -42,16 +42,9 @@ class TuneCommand:
         flag="--tensor-parallel-size",
     )
     expert_parallel: bool = switch("whole experts on each rank")
-    dtype: str = option(
-        "type of weights and activations; auto takes the checkpoint's", "word", str, "auto", choices=get_args(DType)
-    )
-    quantization: str | None = option(
-        "fp8: that of an engine which quantises a bfloat16 checkpoint at load",
-        "word",
-        str,
-        None,
-        "none",
-        choices=("fp8",),
+    dtype: str = choice("type of weights and activations; auto takes the checkpoint's", get_args(DType), "auto")
+    quantization: str | None = choice(
+        "fp8: that of an engine which quantises a bfloat16 checkpoint at load", ("fp8",), None, "none"
     )
     max_num_seqs: int = option(
         "rows of the largest decode step", "requests", at_least_one, DEVICE_DEFAULTS["max_num_seqs"]["cuda"]

@@ -57,13 +57,9 @@ class DraftAttention(Attention):
         return super()._room_for_codes(tokens, dtype) if self.view.window is None else None
 
     def _attend_rows(
-        self,
-        qkv_TX: Tensor,
-        rotation: Rotation,
-        attention: DecodeAttention,
-        kv_layer: Tensor,
+        self, qkv_TX: Tensor, rotation: Rotation, attention: DecodeAttention, kv_layer: Tensor,
         into: Quantised | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         attention = replace(attention, causal=self.view.causal)
         if self.view.window is None:
             return super()._attend_rows(qkv_TX, rotation, attention, kv_layer, into)
@@ -109,12 +105,9 @@ class DraftHead:
     """``vocab``: this rank's draft ids. ``ids_V``: the target's id of each (int64); None where it is the same."""
 
     def __init__(
-        self,
-        project: Callable[[Tensor], Tensor],
-        vocab: VocabShard,
-        collectives: Collectives,
+        self, project: Callable[[Tensor], Tensor], vocab: VocabShard, collectives: Collectives,
         ids_V: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._project = project
         self.vocab = vocab
         self.collectives = collectives

@@ -81,16 +81,11 @@ class MTPDraft(CheckpointParts):
         sizes = config.model
         hidden = sizes.hidden_size
         attention = DraftAttention(
-            sizes,
-            context,
-            self.cos_sin_LR,
-            norm(hidden),
+            sizes, context, self.cos_sin_LR, norm(hidden),
             q_norm=norm(sizes.head_dim) if config.qk_norms else None,
-            k_norm=norm(sizes.head_dim) if config.qk_norms else None,
-            qkv_bias=sizes.attention_bias,
-            output_bias=sizes.output_bias,
-            output_gate=config.output_gate,
-        )
+            k_norm=norm(sizes.head_dim) if config.qk_norms else None, qkv_bias=sizes.attention_bias,
+            output_bias=sizes.output_bias, output_gate=config.output_gate,
+        )  # fmt: skip
         mlp: GatedMLP | SparseMLP
         if sizes.experts is None:
             mlp = GatedMLP(sizes, context, norm(hidden))

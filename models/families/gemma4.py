@@ -142,12 +142,9 @@ class DenseAndSparseMLP(SparseMLP):
         self.dense_post, self.sparse_post, self.post = (RMSNorm(size, eps, context) for _ in range(3))
 
     def forward(
-        self,
-        x_TN: Tensor | PendingAllReduce,
-        residual_TN: Tensor | None,
-        real_T: Tensor,
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, real_T: Tensor,
         exchange_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         assert residual_TN is not None  # of the mixer before it
         dense_TN, residual_TN = self.dense(x_TN, residual_TN)
         dense_TN = self.dense_post.add(dense_TN, None)[0]

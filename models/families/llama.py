@@ -89,17 +89,10 @@ class Llama(Decoder):
         spec = config.attention_of(number)
         q_norm, k_norm = (self._norm(config, context, spec.head_dim) if config.qk_norms else None for _ in range(2))
         return Attention(
-            config,
-            context,
-            self.tables[spec.rope],
-            self._before(config, context),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            qkv_bias=config.attention_bias,
-            output_bias=config.output_bias,
-            spec=spec,
+            config, context, self.tables[spec.rope], self._before(config, context),
+            q_norm=q_norm, k_norm=k_norm, qkv_bias=config.attention_bias, output_bias=config.output_bias, spec=spec,
             edit=self._edit(config, context, HeadShard(config.heads, spec.kv_heads, context.rank, context.size), spec),
-        )
+        )  # fmt: skip
 
     def _edit(
         self, config: ModelConfig, context: ModelContext, heads: HeadShard, spec: AttentionSpec

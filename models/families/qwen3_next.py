@@ -97,16 +97,10 @@ class Qwen3Next(Decoder):
             mixer = GatedDeltaNet(config, context, norm(hidden), interleaved=self.interleaved)
         else:
             mixer = Attention(
-                config,
-                context,
-                self.cos_sin_LR,
-                norm(hidden),
-                q_norm=norm(config.head_dim),
-                k_norm=norm(config.head_dim),
-                qkv_bias=bias,
-                output_bias=bias,
+                config, context, self.cos_sin_LR, norm(hidden),
+                q_norm=norm(config.head_dim), k_norm=norm(config.head_dim), qkv_bias=bias, output_bias=bias,
                 output_gate=True,
-            )
+            )  # fmt: skip
         sparse = config.has_experts(number)
         mlp = (
             SparseMLP(config, context, norm(hidden), layer=number)

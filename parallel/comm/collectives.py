@@ -26,15 +26,9 @@ class AllReduceNorm(Protocol):
     """An all-reduce fused with the residual add and RMSNorm that follow it in a decoder layer."""
 
     def all_reduce_norm(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        *,
-        pushed: bool = False,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False,
         into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """residual' = all_reduce(x) (+ residual); returns (rms_norm(residual') * norm, residual'), fresh tensors.
 
         ``pushed``: the kernel that made x has pushed it into the peer buffers. ``into``: gets the first as codes, too.

@@ -37,15 +37,9 @@ class Quantised:
 
     @classmethod
     def empty(
-        cls,
-        tokens: int,
-        inner: int,
-        group: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
+        cls, tokens: int, inner: int, group: int, dtype: torch.dtype, device: torch.device | str, *,
         numbers: bool = False,
-    ) -> Quantised:
+    ) -> Quantised:  # fmt: skip
         """Memory for a kernel to fill; ``group`` divides ``inner``."""
         rows = -(-tokens // _ROWS) * _ROWS
         codes_PK = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=device)

@@ -54,14 +54,9 @@ class AllReduceKernel(Protocol):
     """``all_reduce_rows`` of parallel/comm/all_reduce_triton.py with its algorithm and buffers bound."""
 
     def __call__(
-        self,
-        x_TN: Tensor,
-        *,
-        residual_TN: Tensor | None = None,
-        norm_N: Tensor | None = None,
-        eps: float = 0.0,
+        self, x_TN: Tensor, *, residual_TN: Tensor | None = None, norm_N: Tensor | None = None, eps: float = 0.0,
         into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 class KeyGather(Protocol):
@@ -173,15 +168,9 @@ class SymmetricCollectives(GroupCollectives):
         return self.all_reduce(x_TN) if self.dispatch.kernel_for(x_TN) is None else PendingAllReduce(x_TN, self, pushed)
 
     def all_reduce_norm(
-        self,
-        x_TN: Tensor,
-        residual_TN: Tensor | None,
-        norm_N: Tensor,
-        eps: float,
-        *,
-        pushed: bool = False,
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, *, pushed: bool = False,
         into: Quantised | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See AllReduceNorm."""
         kernel = self.dispatch.pushed if pushed else self.dispatch.kernel_for(x_TN)
         assert kernel is not None, "called only for what all_reduce_before_norm left pending"

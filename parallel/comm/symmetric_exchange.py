@@ -131,12 +131,9 @@ class SymmetricExchange(GroupExchange):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        calls: CallLog | None = None,
+        self, group: dist.ProcessGroup, device: torch.device, calls: CallLog | None = None,
         limits: ExchangeLimits | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from parallel.comm.all_reduce_triton import all_reduce_rows
         from parallel.comm.ep_exchange_triton import dispatch_rows
 

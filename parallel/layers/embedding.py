@@ -43,15 +43,9 @@ class LMHead(ShardedModule):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        placement: ShardContext,
-        tied_to: VocabParallelEmbedding | None = None,
-        *,
-        scale: float = 1.0,
-        softcap: float | None = None,
-    ) -> None:
+        self, vocab_size: int, hidden_size: int, placement: ShardContext, tied_to: VocabParallelEmbedding | None = None,
+        *, scale: float = 1.0, softcap: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.scale, self.softcap = scale, softcap
         self.placement = placement

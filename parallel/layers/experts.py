@@ -65,16 +65,9 @@ class Router(ShardedModule):
     """
 
     def __init__(
-        self,
-        experts: int,
-        hidden: int,
-        placement: ShardContext,
-        *,
-        bias: bool = False,
-        logit_bias: bool = False,
-        shared_gate: bool = False,
-        expert_scale: bool = False,
-    ) -> None:
+        self, experts: int, hidden: int, placement: ShardContext, *, bias: bool = False, logit_bias: bool = False,
+        shared_gate: bool = False, expert_scale: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.experts, tile = experts, placement.kernels.expert_tile
         rows = -(-(experts + 1) // tile) * tile if shared_gate else experts
@@ -112,19 +105,9 @@ class ExpertWeights(ShardedModule):
     local_E: Tensor
 
     def __init__(
-        self,
-        experts: int,
-        hidden: int,
-        intermediate: int,
-        placement: ShardContext,
-        *,
-        layer: int,
-        split: ExpertSplit,
-        gated: bool = True,
-        shared: int = 0,
-        biases: bool = False,
-        gelu: bool = False,
-    ) -> None:
+        self, experts: int, hidden: int, intermediate: int, placement: ShardContext, *, layer: int, split: ExpertSplit,
+        gated: bool = True, shared: int = 0, biases: bool = False, gelu: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.placement = placement
         self.gated = gated

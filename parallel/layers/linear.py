@@ -112,17 +112,9 @@ class QKVParallel(StackedColumns):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        placement: ShardContext,
-        bias: bool = False,
-        *,
-        values: bool = True,
-        more: Sequence[Rows] = (),
-    ) -> None:
+        self, inputs: int, heads: int, kv_heads: int, head_dim: int, placement: ShardContext, bias: bool = False, *,
+        values: bool = True, more: Sequence[Rows] = (),
+    ) -> None:  # fmt: skip
         shard = HeadShard(heads, kv_heads, placement.rank, placement.size)
         kv_rows = (kv_heads * head_dim, shard.first_kv_head * head_dim, shard.local_kv_heads * head_dim)
         pieces = [
@@ -176,15 +168,8 @@ class DeltaProjection(ShardedModule):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        heads: HeadShard,
-        k_dim: int,
-        v_dim: int,
-        placement: ShardContext,
-        *,
-        interleaved: bool,
-    ) -> None:
+        self, inputs: int, heads: HeadShard, k_dim: int, v_dim: int, placement: ShardContext, *, interleaved: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.k_dim, self.v_dim, self.interleaved = heads, k_dim, v_dim, interleaved
         k, v, h = heads.local_kv_heads * k_dim, heads.local_heads * v_dim, heads.local_heads
@@ -262,14 +247,9 @@ class RowParallel(ShardedModule):
     """
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        placement: ShardContext,
-        bias: bool = False,
-        what: str = "inputs",
+        self, inputs: int, outputs: int, placement: ShardContext, bias: bool = False, what: str = "inputs",
         features: FeatureShard | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.inputs = inputs
         self.placement = placement

@@ -70,13 +70,8 @@ class ShardContext:
         return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
     def weight(
-        self,
-        *shape: int,
-        bias: bool = False,
-        parts: Sequence[int] = (),
-        fixed: bool = False,
-        gelu: bool = False,
-    ) -> Weight:
+        self, *shape: int, bias: bool = False, parts: Sequence[int] = (), fixed: bool = False, gelu: bool = False,
+    ) -> Weight:  # fmt: skip
         """An uninitialised matrix [..., outputs, inner] on the default device, of parameters without gradient.
 
         Its format is the next of the ``plan``. ``parts``: how many outputs come from each checkpoint matrix that may

@@ -69,15 +69,9 @@ def chain_rows(
 
 
 def block_rows(
-    tables: SlotTables,
-    rows_B: Tensor,
-    columns: SlotColumns,
-    width: int,
-    *,
-    mask_token: int,
-    block_size: int,
+    tables: SlotTables, rows_B: Tensor, columns: SlotColumns, width: int, *, mask_token: int, block_size: int,
     positions: int,
-) -> DraftRows:
+) -> DraftRows:  # fmt: skip
     """Of blocks of ``width`` tokens: each row's last one, at position length - 1, and mask tokens after it."""
     if (kernels := kernels_for(rows_B)) is None:
         sizes = {"block_size": block_size, "positions": positions}
@@ -105,29 +99,18 @@ def chain_rows_in_torch(
 
 
 def block_rows_in_torch(
-    tables: SlotTables,
-    rows_B: Tensor,
-    columns: SlotColumns,
-    width: int,
-    *,
-    mask_token: int,
-    block_size: int,
+    tables: SlotTables, rows_B: Tensor, columns: SlotColumns, width: int, *, mask_token: int, block_size: int,
     positions: int,
-) -> DraftRows:
+) -> DraftRows:  # fmt: skip
     """The reference of ``block_rows``."""
     live_B, length_B = _lengths(columns)
     pages_BP = tables.gather_blocks(rows_B)
     place_BW = length_B[:, None] - 1 + torch.arange(width, device=rows_B.device)
     masks_BQ = torch.full((len(rows_B), width - 1), mask_token, device=rows_B.device)
     return DraftRows(
-        live_B,
-        pages_BP,
-        place_BW.clamp(max=positions - 1),
-        _kv_slots(pages_BP, place_BW, live_B, block_size),
-        (length_B - 1 + width).to(torch.int32),
-        block_size,
-        torch.cat((columns.last_token[:, None], masks_BQ), 1),
-    )
+        live_B, pages_BP, place_BW.clamp(max=positions - 1), _kv_slots(pages_BP, place_BW, live_B, block_size),
+        (length_B - 1 + width).to(torch.int32), block_size, torch.cat((columns.last_token[:, None], masks_BQ), 1),
+    )  # fmt: skip
 
 
 def _lengths(columns: SlotColumns) -> tuple[Tensor, Tensor]:

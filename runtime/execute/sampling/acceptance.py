@@ -61,15 +61,9 @@ def accept(
 
 
 def accept_path(
-    draw: Draw,
-    verdict: Verdict,
-    reported: Sequence[Tensor],
-    tokens_BN: Tensor,
-    tree: DraftTree,
-    width: int,
-    limit_B: Tensor | None = None,
-    scripted_B: Tensor | None = None,
-) -> tuple[Acceptance, Sequence[Tensor]]:
+    draw: Draw, verdict: Verdict, reported: Sequence[Tensor], tokens_BN: Tensor, tree: DraftTree, width: int,
+    limit_B: Tensor | None = None, scripted_B: Tensor | None = None,
+) -> tuple[Acceptance, Sequence[Tensor]]:  # fmt: skip
     """``accept`` of B * N rows whose tokens are trees, along the path that was drawn, and what is ``reported`` of it.
 
     A node saw its ancestors, so its draw counts if they are what was drawn after theirs. ``width``: most tokens of a

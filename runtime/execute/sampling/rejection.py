@@ -111,16 +111,10 @@ def draw_window(
     logits_TV = shaped(logits_TV, 0, rows, features)
     if (kernels := kernels_for(logits_TV)) is not None:
         candidates_T1, largest_T = kernels.window_candidates(
-            logits_TV,
-            proposals_BQ,
-            *drafted,
-            rows.temperature,
-            rows.seed,
-            rows.position,
+            logits_TV, proposals_BQ, *drafted, rows.temperature, rows.seed, rows.position,
             _threshold(kernels, logits_TV, rows) if features.filters else None,
-            token=int(Purpose.TOKEN),
-            accept=int(Purpose.ACCEPT),
-        )
+            token=int(Purpose.TOKEN), accept=int(Purpose.ACCEPT),
+        )  # fmt: skip
         return merge_and_check(candidates_T1, largest_T, rows=rows)
     (batch, count), vocab = proposals_BQ.shape, logits_TV.shape[1]
     target = distribution(logits_TV, rows, features)

@@ -79,14 +79,10 @@ def local_share(
         return _candidates(logits_BV, vocab_start, rows, features)[0]
     if (kernels := kernels_for(logits_BV)) is not None:
         return kernels.local_share(
-            shaped(logits_BV, vocab_start, rows, features),
-            vocab_start,
-            rows.temperature,
-            rows.top_k,
-            rows.seed,
+            shaped(logits_BV, vocab_start, rows, features), vocab_start, rows.temperature, rows.top_k, rows.seed,
             rows.position,
             purpose=int(Purpose.TOKEN),
-        )
+        )  # fmt: skip
     return shares.local_share(*_scores(logits_BV, vocab_start, rows, features), vocab_start, _bounded_top_k(rows))
 
 
@@ -134,15 +130,9 @@ def merge_and_check(keys_BP: Tensor, evidence_B: Tensor | None = None, *, rows: 
         draw = merge_best(keys_BP, evidence_B)
         return draw, stop_check(draw.token_B, rows, draw.ok_B)
     token_B, ok_B, count_B, finish_B = kernels.conclude(
-        keys_BP,
-        rows.stop_ids,
-        rows.position,
-        rows.min_length,
-        rows.max_length,
-        rows.finished,
-        codes=_CODES,
-        evidence_B=evidence_B,
-    )
+        keys_BP, rows.stop_ids, rows.position, rows.min_length, rows.max_length, rows.finished,
+        codes=_CODES, evidence_B=evidence_B,
+    )  # fmt: skip
     return Draw(token_B, ok_B), Verdict(count_B, finish_B)
 
 

@@ -57,14 +57,9 @@ class Committed(NamedTuple):
 
 
 def commit(
-    tables: SlotTables,
-    ring: ResultRing,
-    rows: Rows,
-    draw: Draw,
-    verdict: Verdict,
-    width: int,
+    tables: SlotTables, ring: ResultRing, rows: Rows, draw: Draw, verdict: Verdict, width: int,
     reported: Sequence[Tensor] = (),
-) -> Committed:
+) -> Committed:  # fmt: skip
     """Append to each row those of its samples that count, at most ``width``: write them into records and histories, and
     report them.
 
@@ -86,19 +81,10 @@ def commit(
         drawn_BN, scripted = draw.token_B.view(rows.tokens_BW.shape), rows.scripted_B is not None
         nodes_BW, drafts_BQ = walk(rows.tokens_BW, rows.tree, drawn_BN, width - 1, scripted=scripted)
     committed = kernels.commit(
-        rows.rows_B,
-        (draw.token_B, *verdict),
-        drafts_BQ,
-        nodes_BW,
-        (rows.limit_B, rows.scripted_B),
-        (rows.tokens_BW, rows.position_BW, rows.kv_slots_BW),
-        old,
-        table,
-        tables.history_SL,
-        entries,
-        codes=_CODES,
-        no_guess=NO_GUESS,
-    )
+        rows.rows_B, (draw.token_B, *verdict), drafts_BQ, nodes_BW, (rows.limit_B, rows.scripted_B),
+        (rows.tokens_BW, rows.position_BW, rows.kv_slots_BW), old, table, tables.history_SL, entries,
+        codes=_CODES, no_guess=NO_GUESS,
+    )  # fmt: skip
     accepted = Acceptance(committed.token, committed.counts, committed.finish, nodes_BW)
     each = committed.slot, committed.token, committed.kept, committed.kept_kv_slot, committed.last, committed.gained
     flat = *each, committed.token_id, committed.position, committed.kv_slot, committed.path
@@ -127,14 +113,9 @@ def _check_shapes(rows: Rows, draw: Draw, verdict: Verdict, width: int) -> None:
 
 
 def commit_in_torch(
-    tables: SlotTables,
-    ring: ResultRing,
-    rows: Rows,
-    draw: Draw,
-    verdict: Verdict,
-    width: int,
+    tables: SlotTables, ring: ResultRing, rows: Rows, draw: Draw, verdict: Verdict, width: int,
     reported: Sequence[Tensor] = (),
-) -> Committed:
+) -> Committed:  # fmt: skip
     """The reference of ``commit``."""
     columns, limits = rows.columns, (rows.limit_B, rows.scripted_B)
     if rows.tokens == 1:
@@ -167,17 +148,12 @@ def _shown(rows: Rows, accepted: Acceptance) -> Shown:
         token_ids_BW, position_BW = token_ids_BW.gather(1, nodes_BW), position_BW.gather(1, nodes_BW)
     kept_BW = torch.arange(width, device=device) < accepted.count_B[:, None]
     return Shown(
-        slots_T=rows.rows_B.repeat_interleave(width),
-        next_T=accepted.tokens_BW.reshape(-1),
-        kept_T=kept_BW.reshape(-1),
+        slots_T=rows.rows_B.repeat_interleave(width), next_T=accepted.tokens_BW.reshape(-1), kept_T=kept_BW.reshape(-1),
         kept_kv_slots_T=torch.where(kept_BW, kv_slots_BW, TRASH_BLOCK).reshape(-1),
-        last_B=row_B * width + (accepted.count_B.to(torch.int64) - 1).clamp(min=0),
-        gained_B=accepted.count_B > 0,
-        token_ids_T=token_ids_BW.reshape(-1),
-        positions_T=position_BW.reshape(-1),
-        kv_slots_T=kv_slots_BW.reshape(-1),
+        last_B=row_B * width + (accepted.count_B.to(torch.int64) - 1).clamp(min=0), gained_B=accepted.count_B > 0,
+        token_ids_T=token_ids_BW.reshape(-1), positions_T=position_BW.reshape(-1), kv_slots_T=kv_slots_BW.reshape(-1),
         path_T=path_T,
-    )
+    )  # fmt: skip
 
 
 def show_in_torch(count_B: Tensor, kv_slots_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:

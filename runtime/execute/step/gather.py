@@ -97,29 +97,18 @@ def gather_decode(tables: SlotTables, rows_B: Tensor, block_size: int) -> Rows:
 
 
 def _rows_of(
-    begun: Begun,
-    rows_B: Tensor,
-    columns: SlotColumns,
-    tables: SlotTables,
-    proposed: Proposed | None = None,
+    begun: Begun, rows_B: Tensor, columns: SlotColumns, tables: SlotTables, proposed: Proposed | None = None,
     tree: DraftTree | None = None,
-) -> Rows:
+) -> Rows:  # fmt: skip
     return Rows(
-        rows_B=rows_B,
-        columns=columns,
+        rows_B=rows_B, columns=columns,
         sampling=SlotColumns(begun.records, tables.stop_ids).sampling_at(begun.drawn, begun.ended),
-        page_table_BP=begun.pages[0],
-        kv_lengths_B=begun.kv_length,
-        tokens_BW=begun.token,
-        position_BW=begun.position,
-        kv_slots_BW=begun.kv_slot[0],
-        live_BW=begun.live,
-        limit_B=None if proposed is None else proposed.limit_B,
+        page_table_BP=begun.pages[0], kv_lengths_B=begun.kv_length, tokens_BW=begun.token, position_BW=begun.position,
+        kv_slots_BW=begun.kv_slot[0], live_BW=begun.live, limit_B=None if proposed is None else proposed.limit_B,
         scripted_B=None if proposed is None else proposed.scripted_B,
-        drafted=None if proposed is None else proposed.drafted,
-        tree=tree,
+        drafted=None if proposed is None else proposed.drafted, tree=tree,
         groups=(begun.pages, begun.kv_slot) if len(begun.pages) > 1 else None,
-    )
+    )  # fmt: skip
 
 
 def _places_of(
@@ -138,17 +127,11 @@ def gather_decode_in_torch(tables: SlotTables, rows_B: Tensor, block_size: int) 
     position_B = torch.where(live_B, columns.length - 1, 0).to(torch.int64)
     pages_GBP, places_GBW = _places_of(tables, rows_B, live_B, position_B[:, None], block_size)
     return Rows(
-        rows_B=rows_B,
-        columns=columns,
-        sampling=columns.sampling(),
-        page_table_BP=pages_GBP[0],
-        kv_lengths_B=torch.where(live_B, columns.length, 1),
-        tokens_BW=columns.last_token[:, None],
-        position_BW=position_B[:, None],
-        kv_slots_BW=places_GBW[0],
-        live_BW=live_B[:, None],
+        rows_B=rows_B, columns=columns, sampling=columns.sampling(), page_table_BP=pages_GBP[0],
+        kv_lengths_B=torch.where(live_B, columns.length, 1), tokens_BW=columns.last_token[:, None],
+        position_BW=position_B[:, None], kv_slots_BW=places_GBW[0], live_BW=live_B[:, None],
         groups=(pages_GBP, places_GBW) if len(pages_GBP) > 1 else None,
-    )
+    )  # fmt: skip
 
 
 def gather_window(
@@ -165,14 +148,9 @@ def gather_window(
         return gather_window_in_torch(tables, rows_B, columns, proposed, block_size, width)
     tree = None if proposed.parents_BQ is None else lay_out(proposed.parents_BQ, width - 1)
     begun = kernels.begin_window(
-        rows_B,
-        columns.records,
-        (columns.last_token, columns.length, columns.finished, columns.max_length),
-        proposed.tokens_BQ,
-        None if tree is None else tree.depth_BN,
-        tables.block_tables_GSP,
-        block_size,
-    )
+        rows_B, columns.records, (columns.last_token, columns.length, columns.finished, columns.max_length),
+        proposed.tokens_BQ, None if tree is None else tree.depth_BN, tables.block_tables_GSP, block_size,
+    )  # fmt: skip
     return _rows_of(begun, rows_B, columns, tables, proposed, tree)
 
 
@@ -193,21 +171,13 @@ def gather_window_in_torch(
         torch.arange(len(rows_B), device=rows_B.device).repeat_interleave(len(offsets_W))
     )
     return Rows(
-        rows_B=rows_B,
-        columns=columns,
+        rows_B=rows_B, columns=columns,
         sampling=replace(sampling, position=drawn_BW.reshape(-1), finished=~live_BW.reshape(-1)),
-        page_table_BP=pages_GBP[0],
-        kv_lengths_B=torch.where(going_B, columns.length, 1) + (tokens_BW.shape[1] - 1),
-        tokens_BW=tokens_BW,
-        position_BW=torch.where(live_BW, drawn_BW - 1, 0),
-        kv_slots_BW=places_GBW[0],
-        live_BW=live_BW,
-        limit_B=proposed.limit_B,
-        scripted_B=proposed.scripted_B,
-        drafted=proposed.drafted,
-        tree=tree,
+        page_table_BP=pages_GBP[0], kv_lengths_B=torch.where(going_B, columns.length, 1) + (tokens_BW.shape[1] - 1),
+        tokens_BW=tokens_BW, position_BW=torch.where(live_BW, drawn_BW - 1, 0), kv_slots_BW=places_GBW[0],
+        live_BW=live_BW, limit_B=proposed.limit_B, scripted_B=proposed.scripted_B, drafted=proposed.drafted, tree=tree,
         groups=(pages_GBP, places_GBW) if len(pages_GBP) > 1 else None,
-    )
+    )  # fmt: skip
 
 
 class Packed(NamedTuple):
@@ -295,11 +265,6 @@ def pieces_of(chunks: Chunks, packed: Packed, page_table_RP: Tensor, most: int, 
     count_M = torch.where(there_M, (ends_R[row_M] - begin_M).clamp(max=PIECE), 0)
     known_M = packed.positions_T[begin_M] + count_M
     return DecodeAttention(
-        page_table_RP[..., row_M, :],
-        torch.where(there_M, known_M, 0).to(torch.int32),
-        PIECE,
-        max_kv_length,
-        skip_empty=True,
-        starts_B=begin_M.to(torch.int32),
-        queries_B=count_M.to(torch.int32),
-    )
+        page_table_RP[..., row_M, :], torch.where(there_M, known_M, 0).to(torch.int32), PIECE, max_kv_length,
+        skip_empty=True, starts_B=begin_M.to(torch.int32), queries_B=count_M.to(torch.int32),
+    )  # fmt: skip

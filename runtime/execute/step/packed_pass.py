@@ -109,14 +109,9 @@ class PackedPass:
         return 0 if tap is None else len(tap.layers) * self._parts.model.config.hidden_size
 
     def prefill(
-        self,
-        chunks: Chunks,
-        lengths: Lengths,
-        variant: SamplingVariant,
-        scores: StepPromptLogprobs | None = None,
-        exchange: int = 0,
-        copied_2C: Tensor | None = None,
-    ) -> None:
+        self, chunks: Chunks, lengths: Lengths, variant: SamplingVariant, scores: StepPromptLogprobs | None = None,
+        exchange: int = 0, copied_2C: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Forward and tail; a chunk that is not its prompt's last samples nothing.
 
         ``scores`` receives the log-probabilities of ``chunks.scored_2S``; None for none. ``copied_2C``: see
@@ -135,16 +130,9 @@ class PackedPass:
         self.finish(hidden, features_XF, chunks.emitting_R, variant)
 
     def hidden(
-        self,
-        chunks: Chunks,
-        attention: PrefillAttention,
-        exchange: int = 0,
-        *,
-        mixed: bool = False,
-        every_token: bool = False,
-        split_keys: bool = False,
-        captured: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, chunks: Chunks, attention: PrefillAttention, exchange: int = 0, *, mixed: bool = False,
+        every_token: bool = False, split_keys: bool = False, captured: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The part of the step that depends on no row's sampling parameters: final hidden states of the X tokens after
         which a row may sample, [X, N], or of every token [T, N]; and what the proposer reads of their layers, [X, F].
 
@@ -160,13 +148,9 @@ class PackedPass:
         table_RP = attention.page_table_BP[..., : len(chunks.slots_R), :]
         longest = table_RP.shape[-1] * size
         of_decode = DecodeAttention(
-            table_RP[..., :could_decode, :],
-            packed.kv_lengths_R[:could_decode],
-            decode.tokens,
-            longest,
-            skip_empty=True,
-            tree_BQ=decode.tree(chunks.slots_R[:could_decode]),
-        )
+            table_RP[..., :could_decode, :], packed.kv_lengths_R[:could_decode], decode.tokens, longest,
+            skip_empty=True, tree_BQ=decode.tree(chunks.slots_R[:could_decode]),
+        )  # fmt: skip
         of_chunks: PrefillAttention | DecodeAttention = attention
         if split_keys:
             of_chunks = pieces_of(chunks, packed, table_RP, MOST_PIECES, longest)

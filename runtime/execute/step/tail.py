@@ -76,13 +76,9 @@ class Tail:
             self._draw(model.logits(hidden_BN), sampling, variant, view)
 
     def _draw(
-        self,
-        local_TV: Tensor,
-        sampling: SamplingInputs,
-        variant: SamplingVariant,
-        view: RowView,
+        self, local_TV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, view: RowView,
         drafted: Drafted | None = None,
-    ) -> tuple[Draw, Verdict, Sequence[Tensor]]:
+    ) -> tuple[Draw, Verdict, Sequence[Tensor]]:  # fmt: skip
         """Samples, and what is reported with them. Sampled draft tokens: by rejection sampling, over whole rows of
         logits on every rank."""
         model, features = self._model, self._tables.features_of(variant)
