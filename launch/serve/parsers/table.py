@@ -18,7 +18,7 @@ from launch.serve.parsers.kimi import Kimi
 from launch.serve.parsers.llama import Llama3Json
 from launch.serve.parsers.mistral import Mistral
 from launch.serve.parsers.qwen3_coder import Qwen3Coder
-from launch.serve.parsers.think import BRACKETS, THINK
+from launch.serve.parsers.think import BRACKETS, CHANNEL, SEED, THINK
 
 # The first name of several is the one that is logged.
 CALLS: Final[Mapping[str, type[CallFormat]]] = {
@@ -43,5 +43,7 @@ REASONING: Final[Mapping[str, str]] = {
     **dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3"), THINK),
     KEPT: THINK,
     "mistral": BRACKETS,
+    "seed_oss": SEED,
+    "gemma4": CHANNEL,
     HARMONY: "",
 }

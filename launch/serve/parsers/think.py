@@ -17,6 +17,8 @@ def reasoning(read: Reader, out: Message, marks: str, calls: str, begun: bool) -
         read.back()
         return
     read.go_on()
+    if marks == CHANNEL and not begun:
+        yield from read.until("\n")  # the channel's name
     out.thinking = True
     while True:
         text, stop = read.upto(marks[1] + calls)
@@ -31,3 +33,5 @@ def reasoning(read: Reader, out: Message, marks: str, calls: str, begun: bool) -
 
 THINK = mark("<think>") + mark("</think>")
 BRACKETS = mark("[THINK]") + mark("[/THINK]")
+SEED = mark("<seed:think>") + mark("</seed:think>")
+CHANNEL = mark("<|channel>") + mark("<channel|>")

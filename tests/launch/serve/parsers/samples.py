@@ -209,6 +209,24 @@ SAMPLES = {
         thought="Hm.",
         begun=True,
     ),
+    "seed-oss": Sample(
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        None,
+        "seed_oss",
+        "<seed:think>\nHm.</seed:think>It rains.",
+        content="It rains.",
+        thought="Hm.",
+        found=[],
+    ),
+    "gemma-4": Sample(
+        "google/gemma-4-26B-A4B-it",
+        None,
+        "gemma4",
+        "<|channel>thought\nIs it far?\nNo.\n<channel|>It rains.",
+        content="It rains.",
+        thought="Is it far?\nNo.",
+        found=[],
+    ),
     "no call": Sample(
         "Qwen/Qwen3-8B", "hermes", "qwen3", "<think>\n\n</think>\n\nIt rains.\n", "It rains.\n", found=[]
     ),

@@ -108,6 +108,22 @@ TEMPLATES = {
         "mistral",
         None,
     ),
+    "seed-oss": Family(
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "{% for m in messages %}{{ bos_token }}{{ m.role }}\n{% if m.reasoning_content %}<seed:think>"
+        "{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}",
+        None,
+        "seed_oss",
+    ),
+    "gemma-3": Family(
+        "google/gemma-3-27b-it",
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n"
+        "{% endif %}",
+        None,
+        None,
+    ),
     "gpt-oss": Family(
         "openai/gpt-oss-20b",
         "{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %} to=functions."

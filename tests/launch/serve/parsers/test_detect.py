@@ -22,6 +22,7 @@ def test_tokens_of_both_marks_are_enough_for_reasoning() -> None:
     chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert reasoning_of(chat, {}, ("<think>", "</think>"), None) == "qwen3"
     assert reasoning_of(chat, {}, ("[THINK]", "[/THINK]"), None) == "mistral"
+    assert reasoning_of(chat, {}, ("<|channel>", "<channel|>"), None) == "gemma4"
     assert reasoning_of(chat, {}, ("<think>",), None) is None
 
 
