@@ -231,6 +231,10 @@ def test_things_like_calls_take_no_time_that_grows_with_their_square(name: str) 
     assert len(message["content"] or "") > 1000
 
 
+def test_every_format_has_a_sample() -> None:
+    assert {CALLS[sample.calls] for sample in SAMPLES.values() if sample.calls} == set(CALLS.values())
+
+
 def test_no_mark_is_a_part_of_another() -> None:
     """Of formats that are read together: else it would depend on a cut which one is found."""
     for reasoning in REASONING:
