@@ -14,7 +14,7 @@ PINNED := $(if $(HAS_GPU),,-c constraints.txt)
 export PYTHONDONTWRITEBYTECODE :=
 
 # Tests for GPUs that Triton's interpreter can run on a CPU.
-INTERPRETED := $(addprefix tests/gpu/test_,sampler_gpu.py step_io_gpu.py window_io_gpu.py draft_kernels_gpu.py \
+INTERPRETED := $(addprefix tests/gpu/test_,sampler_gpu.py token_tables_gpu.py step_io_gpu.py window_io_gpu.py draft_kernels_gpu.py \
   fused_rounds_gpu.py rotation.py block_copy_gpu.py ngram_gpu.py trees_gpu.py)
 PART ?= portable fuzz batches long kills faults network serve clients slurm
 

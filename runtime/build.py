@@ -43,6 +43,7 @@ from runtime.execute.step.memory import ExecutorConfig
 from runtime.frontend.tokenizer import tokenizer_json
 from runtime.gc_freeze import freeze_heap
 from runtime.grammar import Grammars
+from runtime.grammar_tables.maker import TableMaker
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.request_router import RequestRouter
@@ -117,9 +118,7 @@ def build_engine(
         check_model(config, model, limits)
         sizes = _executor_config(config, limits, agree_min, share, kernel_cache, exchange, collectives.size)
         sizes = replace(sizes, local_rank=local_rank, local_world=local_world)
-        grammars = Grammars(partial(tokenizer_json, config.model), served.vocab_size, served.eos_token_ids)
-        if config.device == "cuda":
-            grammars.warm()  # in a thread; else the first request with a grammar would wait for it
+        grammars = _grammars(config, served, leads=control.rank == 0)
         executor = _executor(config, sizes, opened, model, observe, ranges, compiling, grammars)
     except BaseException:
         opened.close()
@@ -194,6 +193,16 @@ def _load(
             stored += f", activations {fp8_path(kernels)} (--fp8-activations)"
     log.info("weights: %s, %s%s, in %.1f s", model_config.architecture, dtype, stored, time.perf_counter() - began)
     return model
+
+
+def _grammars(config: EngineConfig, served: ServedModel, *, leads: bool) -> Grammars:
+    of = partial(tokenizer_json, config.model), served.vocab_size, served.eos_token_ids
+    grammars = Grammars(*of)
+    if leads:
+        grammars.maker = TableMaker(*of)
+    if config.device == "cuda":
+        grammars.warm()  # in a thread; else the first request with a grammar would wait for it
+    return grammars
 
 
 def _executor(

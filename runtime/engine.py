@@ -46,6 +46,7 @@ from runtime.schedule.plan import (
     Resume,
     StepOutput,
     StepPlan,
+    Tabled,
 )
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
@@ -133,6 +134,7 @@ class Engine:
         self._late = late
         self._late_counters = PlanLateCounters() if late is None else late.counters
         self._release = release or _nothing
+        self._tables_due = 0  # tables of grammars that are being made
         self._thread: threading.Thread | None = None  # takes the turns, if not the one that made the engine
         control.explain_with(scheduler.digest.recent)
 
@@ -169,6 +171,8 @@ class Engine:
     def _submit_agreed_events(self, turn: int) -> tuple[Finished, ...]:
         """Announce what callers asked for, and submit what all ranks have agreed on; returns the requests it ended."""
         payload = b""
+        if self._tables_due:
+            self._announce_tables()
         if self._outbox.count:
             self._announced.append(self._outbox.portion())
             payload = encode_events(self._announced[-1])
@@ -178,11 +182,24 @@ class Engine:
         events: Sequence[Event] = decode_events(agreed, self._announced.popleft() if self._announced else None)
         if self._router is not None:
             events = self._router.mine(events)
+        ended = tuple(finished for event in events for finished in self.scheduler.submit(event))
+        if (grammars := self.executor.grammars) is not None:
+            for event in events:
+                if isinstance(event, Admit) and event.request.sampling.grammar:
+                    grammars.begin(event.request.sampling.grammar)
+                    self._tables_due += grammars.maker is not None and grammars.maker.want(event.request)
+                elif isinstance(event, Tabled):
+                    grammars.hold(event.key, event.table, self.scheduler.ledger.tables.places)
+        return ended
+
+    def _announce_tables(self) -> None:
+        """Those that have been made since the last turn (leader)."""
         grammars = self.executor.grammars
-        for event in events:
-            if isinstance(event, Admit) and event.request.sampling.grammar and grammars is not None:
-                grammars.begin(event.request.sampling.grammar)
-        return tuple(finished for event in events for finished in self.scheduler.submit(event))
+        if grammars is not None and grammars.maker is not None:
+            for key, table in grammars.maker.made():
+                self._tables_due -= 1
+                if table:
+                    self._outbox.put(Tabled(key, table))
 
     def _resolve(self, turn: int, plan: StepPlan | None) -> LaunchSpec | None:
         """How this rank launches the step. Groups that share experts agree on it first."""

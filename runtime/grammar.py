@@ -14,17 +14,19 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.schedule.request import SamplingParams
+from runtime.grammar_tables.automaton import known
+from runtime.grammar_tables.token_table import TokenTable
+from runtime.schedule.request import Request, SamplingParams
 
 MOST_COMPILED: Final = 64  # grammars that are kept, the latest ones
 MASK_THREADS: Final = 8  # at most, that compute masks of several rows
@@ -75,10 +77,21 @@ def library() -> Any:
         ) from None
 
 
+class MakesTables(Protocol):
+    """grammar_tables/maker.py"""
+
+    def want(self, request: Request) -> bool: ...
+    def made(self) -> list[tuple[bytes, bytes]]: ...
+    def forget(self, key: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
 class Grammars:
     """Compiles grammars over one tokenizer. ``tokenizer_json`` returns the text of its tokenizer.json, None if there is
     none; it is called once, when the first grammar comes. ``vocab_size``: of the model. ``keeps``: for matchers; front
-    ends only check, and drop up to 35 MB of each. Safe in any thread."""
+    ends only check, and drop up to 35 MB of each. Safe in any thread.
+
+    ``tables``: those that all ranks hold, by Request.table_key. ``maker``: on the rank that makes them."""
 
     def __init__(
         self,
@@ -89,6 +102,8 @@ class Grammars:
     ) -> None:
         self.vocab_size, self.eos_token_ids, self._keeps = vocab_size, tuple(eos_token_ids), keeps
         self.counters = GrammarCounters()
+        self.tables: dict[bytes, TokenTable] = {}
+        self.maker: MakesTables | None = None
         self._tokenizer_json = tokenizer_json
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -140,8 +155,7 @@ class Grammars:
             self.counters.grammar_compile_seconds += perf_counter() - began
 
     def _compiled_matcher(self, grammar: str) -> Any:
-        tokens, made = self._tokens, library()
-        matcher = made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
+        matcher = _matcher(self._tokens, grammar)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -175,8 +189,23 @@ class Grammars:
                 one.restrict(allowed_W)
         self.counters.masked(len(matchers), perf_counter() - began)
 
+    def hold(self, key: bytes, table: bytes, held: Container[bytes]) -> None:
+        """A table that all ranks have got, if it is one of those that are ``held``; drop those that are not."""
+        self.tables[key] = TokenTable.from_bytes(table, self.vocab_size)
+        for other in [other for other in self.tables if other not in held]:
+            del self.tables[other]
+            if self.maker is not None:
+                self.maker.forget(other)
+
+    def token_texts(self) -> list[bytes]:
+        """What each id stands for; nothing where that is no text."""
+        tokens = self._tokens
+        return [b"" if tokens.is_special_token(i) else tokens.decode_bytes([i]) for i in range(self.vocab_size)]
+
     def close(self) -> None:
-        """End the thread."""
+        """End threads and processes."""
+        if self.maker is not None:
+            self.maker.close()
         if (threads := self.__dict__.pop("_threads", None)) is not None:
             threads.shutdown(cancel_futures=True)
 
@@ -227,6 +256,43 @@ class Matcher:
                 allowed_W |= self._all_W
         if self._allowed_W is not None:
             allowed_W &= self._allowed_W
+
+
+def _matcher(tokens: Any, grammar: str) -> Any:
+    """Where a text is forced, any tokens that spell it are allowed, as by a table; else the tokenizer's own only."""
+    made = library()
+    if known(grammar):
+        grammar += '%llguidance {"no_forcing": true}\n'
+    return made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
+
+
+class ByteMatcher:
+    """Reads texts byte by byte."""
+
+    bos_token_id, eos_token_id = None, 256
+    special_token_ids: Final = (256,)
+    tokens: Final = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+
+    def __init__(self, grammar: str) -> None:
+        made = library()
+        self._matcher = _matcher(made.LLTokenizer(made.TokenizerWrapper(self), n_vocab=257), grammar)
+        self._mask_W = np.zeros(9, np.int32)
+
+    def __call__(self, said: str | bytes) -> list[int]:
+        """Bytes as tokens, for the library."""
+        return list(said.encode() if isinstance(said, str) else said)
+
+    def mask(self) -> bytes:
+        """A bit for each byte that may follow, and one for the end of the text, in 36 bytes."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask_W.ctypes.data, self._mask_W.nbytes)
+        return self._mask_W.tobytes()
+
+    def consume(self, byte: int) -> bool:
+        return bool(self._matcher.consume_token(byte))
+
+    def back(self) -> None:
+        """As if the latest byte had not come."""
+        self._matcher.rollback(1)
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> Words:

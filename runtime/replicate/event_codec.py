@@ -22,7 +22,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, ResetPrefixCache, Resume
+from runtime.schedule.plan import (
+    Admit,
+    Branch,
+    Cancel,
+    Continue,
+    Event,
+    Extend,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Tabled,
+)
 from runtime.schedule.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -125,6 +136,11 @@ class _ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, forbid_unk
     pass
 
 
+class _Tabled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+    key: bytes
+    table: bytes
+
+
 # Events whose fields travel as they are.
 _MIRRORS: dict[type[Event], type[_Wire]] = {
     Cancel: _Cancel,
@@ -133,9 +149,10 @@ _MIRRORS: dict[type[Event], type[_Wire]] = {
     Continue: _Continue,
     Branch: _Branch,
     ResetPrefixCache: _ResetPrefixCache,
+    Tabled: _Tabled,
 }
 _MIRRORED = {wire: event for event, wire in _MIRRORS.items()}
-_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache
+_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache | _Tabled
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[_Wire])
@@ -164,6 +181,8 @@ def encode_events(events: Sequence[Event]) -> bytes:
 
 def most_bytes(event: Event) -> int:
     """An upper bound of the bytes that ``event`` takes in ``encode_events``, from the lengths of its lists."""
+    if isinstance(event, Tabled):
+        return _BARE_BYTES + len(event.table)
     if isinstance(event, Extend):
         return _BARE_BYTES + _TOKEN_BYTES * len(event.token_ids)
     if not isinstance(event, Admit):

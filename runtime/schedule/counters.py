@@ -23,7 +23,8 @@ class ScheduleCounters:
     ``serial`` (chain depth 0), ``start`` (first step, or everything before had ended), ``no_blocks`` and
     ``context_full`` (void steps came between: rows, or the queue, waited for memory), ``paused`` (all were paused),
     ``grammar`` (all rows have a grammar, and wait for their last token to land). ``grammar_waits``: rows with a grammar
-    that a step was planned without, or would have been, since their last token was in flight.
+    that a step was planned without, or would have been, since their last token was in flight. ``grammar_tabled``:
+    rows that went on by a table on the device.
     ``latest_break``: why the latest step was not chained, or was void; None when it was chained.
 
     ``mixed_steps`` are those with decode rows and prompt chunks; they count as neither of the other two kinds.
@@ -80,6 +81,7 @@ class ScheduleCounters:
     evicted_for: dict[str, int] = field(default_factory=dict)
     stalls: int = 0
     grammar_waits: int = 0
+    grammar_tabled: int = 0
     fenced_blocks: int = 0
     prefill_tokens: int = 0
     prefix_query_tokens: int = 0

@@ -23,6 +23,7 @@ from runtime.schedule.sharing import PrefixSharing
 from runtime.schedule.slots import AccountingError, SlotPool
 from runtime.schedule.snapshots import NO_SNAPSHOT, SnapshotPool
 from runtime.schedule.states import State, Trigger
+from runtime.schedule.tables import TablePlaces
 from runtime.schedule.window_pool import WindowPool
 
 LANES = 3  # classes of the waiting queue, with mixed steps
@@ -43,7 +44,7 @@ class Ledger:
     ``asleep_for``: tokens that may be planned for every decode row before one of them reaches its ``wake_at``; 0 or
     less: not computed. The planner computes it; any row that comes or goes, or a new ``wake_at``, resets it.
     ``idled``: how often a request became PAUSED or PARKED. ``prompt_blocks``: blocks that prompts have published.
-    ``constrained``: unfinished requests with a grammar.
+    ``constrained``: unfinished requests whose grammar the host reads; ``tables``: of those that the device reads.
 
     For the next plan: ``block_writes`` (slot, index, block) by (slot, index), ``slot_updates`` by slot, ``copies`` by
     slot with the sequence of the copy. For the plan being made: ``saving``, by request the snapshot that it writes.
@@ -59,6 +60,7 @@ class Ledger:
         self.slots = SlotPool(config.limits.slots, self.fenced)
         self.queue = WaitingQueue() if config.mixed is None else WaitingQueue(LANES, self._lane)
         self.chain = Chain(config.limits.depth)
+        self.tables = TablePlaces(self.chain.landed_after)
         self.digest = RollingDigest()
         self.digest.fold(0, "depth", (config.limits.depth, config.horizon))
         if config.mixed is not None:
@@ -227,6 +229,10 @@ class Ledger:
         """Return slot and blocks when the last step that may touch them has landed."""
         self.unpin(sequence)
         step = sequence.last_step
+        if sequence.table is not None:
+            self.tables.give_back(sequence.table, step)
+            sequence.table = None
+            self.constrained += 1
         if step != self.chain.step:  # else it is a row of the plan being made, and needs them
             for cell in [cell for cell in self.block_writes if cell[0] == sequence.slot]:
                 del self.block_writes[cell]

@@ -99,7 +99,16 @@ class ResetPrefixCache:
     """No later request finds what was computed until now. Live requests and sessions keep it, to themselves."""
 
 
-Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch | ResetPrefixCache
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """From now on all ranks hold the table of a grammar: ``key`` is Request.table_key of the requests that it is for,
+    ``table`` a TokenTable (runtime/grammar_tables) as bytes, which no scheduler reads."""
+
+    key: bytes
+    table: bytes
+
+
+Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch | ResetPrefixCache | Tabled
 
 # ---- the plan of one step ----
 
@@ -210,10 +219,15 @@ class SlotCopy:
 
 class Constrained(NamedTuple):
     """A row that samples, of a request with a grammar. ``token_ids``: the tokens that its answer gained since the slot
-    write, or since the last of these for ``slot``: all tokens of the answer have landed."""
+    write, or since the last of these for ``slot``: all tokens of the answer have landed.
+
+    With ``place``, where the table with this ``key`` is from now on, they are the whole answer, and this is the last
+    one for ``slot``: the device goes on by itself."""
 
     slot: int
     token_ids: Sequence[int]
+    place: int | None = None
+    key: bytes = b""
 
 
 class StepPlan(NamedTuple):

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Annotated, Any, Final, NamedTuple, Self, get_origin, get_type_hints
 
 MAX_STOP_TOKEN_IDS: Final = 16  # of one request, the model's eos ids included: a slot has room for so many
@@ -152,6 +153,13 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
+
+    @property
+    def table_key(self) -> bytes:
+        """Requests with equal ones may read one table of their grammar (runtime/grammar_tables)."""
+        sampling = self.sampling
+        said = sampling.grammar, self.stop_token_ids, sampling.ignore_eos, sampling.allowed_token_ids
+        return blake2b(repr(said).encode(), digest_size=16).digest()
 
     @property
     def answer_ids(self) -> range:

@@ -8,6 +8,7 @@ It is a pure state machine: the same events and results in the same order give t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 from runtime.schedule import admission, prefix
 from runtime.schedule.chain import Flight
@@ -28,6 +29,7 @@ from runtime.schedule.plan import (
     StepOutput,
     StepPlan,
     StepResult,
+    Tabled,
 )
 from runtime.schedule.planner import Planner
 from runtime.schedule.request import FinishReason
@@ -92,6 +94,10 @@ class Scheduler:
             return ()
         if isinstance(event, ResetPrefixCache):
             prefix.reset(self.ledger)
+            return ()
+        if isinstance(event, Tabled):
+            self.digest.fold(self.step, "table", (crc32(event.key), crc32(event.table)))
+            self.ledger.tables.add(event.key)
             return ()
         sequence = self.ledger.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))
@@ -310,7 +316,7 @@ class Scheduler:
             known, prompt = sequence.landed_tokens, len(sequence.request.prompt_token_ids)
             after = f"after {known} tokens ({prompt} of them prompt)"
             detail = f"the logits {after} are not finite: no token can be drawn"
-            if sequence.constrained:
+            if sequence.request.sampling.grammar:
                 detail = f"{after} its grammar and its other limits leave no token, or took too much work; or {detail}"
         elif session is not None:
             complete = reason is FinishReason.STOP or sequence.landed_tokens >= session.budget_length

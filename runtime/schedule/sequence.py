@@ -20,6 +20,7 @@ from runtime.schedule.plan import Scored
 from runtime.schedule.request import FinishReason, Request, packed
 from runtime.schedule.snapshots import NO_SNAPSHOT
 from runtime.schedule.states import State
+from runtime.schedule.tables import Place
 from runtime.schedule.window_pool import WindowPages
 
 NOT_WAITING = -1
@@ -73,6 +74,8 @@ class SequenceState:
     slot_ended: bool = False  # its rows in flight are ghosts, although it has not ended itself
     epoch: int = 0
     matched: int = 0  # with a grammar: known tokens that plans have reported
+    table: Place | None = None  # by which the device applies its grammar
+    table_key: bytes = b""  # Request.table_key, once it was asked for
     blocks: list[int] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)  # blocks it held last; steps in flight may report on them
     windows: tuple[WindowPages, ...] = ()  # what it holds of each group with a window
@@ -147,8 +150,8 @@ class SequenceState:
 
     @property
     def constrained(self) -> bool:
-        """Whether it has a grammar: it is a row only while none of its steps is in flight."""
-        return bool(self.request.sampling.grammar)
+        """Whether the host applies its grammar: it is a row only while none of its steps is in flight."""
+        return bool(self.request.sampling.grammar) and self.table is None
 
     @property
     def untouched(self) -> bool:

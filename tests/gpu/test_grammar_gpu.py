@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 
 from runtime.build import warm_variants
 from runtime.execute.device.cuda import CudaDevice
+from runtime.grammar import Grammars
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
 from tests.runtime.engine import test_grammar as on_cpu
 from tests.runtime.engine.rig import rig, run
+from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_grammar_masks import grammars_change_no_bit
 
@@ -24,6 +27,13 @@ if torch.cuda.is_available():
     from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels
 
 OVER = SHAPE | on_cpu.SHAPE
+
+
+@pytest.fixture
+def tabled() -> Iterator[Grammars]:
+    grammars = with_tables(small_grammars(on_cpu.VOCABULARY, on_cpu.EOS), (on_cpu.EOS,))
+    yield grammars
+    grammars.close()
 
 
 def test_depths_agree_and_answers_are_texts() -> None:
@@ -58,5 +68,38 @@ def test_a_warm_grammar_captures_nothing_late() -> None:
     requests = on_cpu.mixture(logprobs=None)
     variants = warm_variants(("greedy", "constrained"), 1)
     with gpu_rig("triton", depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, variants=variants) as engine:
+        on_cpu.check(requests, run(engine, requests))
+        assert engine.counters["graph_captures_after_warmup"] == 0
+
+
+def test_tables_give_the_tokens_of_the_host(tabled: Grammars) -> None:
+    requests = on_cpu.mixture(18)
+    with gpu_rig("triton", depth=0, dtype=torch.float32, shape=OVER, grammars=on_cpu.GRAMMARS) as engine:
+        by_host = run(engine, requests)
+    for depth in (0, 3):
+        with gpu_rig("triton", depth=depth, dtype=torch.float32, shape=OVER, grammars=tabled) as engine:
+            assert outcome(run(engine, requests)) == outcome(by_host)
+            assert engine.counters["grammar_tabled"] >= 6
+
+
+def test_tables_in_draft_windows(tabled: Grammars) -> None:
+    keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    requests = on_cpu.mixture(18)
+    rule, proposer = Speculation(4, mixed_percent=0), proposer_for(speculative_config(keys))
+    with gpu_rig(depth=2, shape=OVER, grammars=tabled, proposer=proposer, speculation=rule) as engine:
+        on_cpu.check(requests, run(engine, requests))
+        assert engine.counters["grammar_tabled"] >= 6
+
+
+def test_tables_in_the_deterministic_mode_change_no_bit(tabled: Grammars) -> None:
+    device, kernels = CudaDevice(torch.device("cuda:0")), invariant_nvidia_kernels("cuda")
+    over = partial(rig, device=device, kernels=kernels, shape=OVER, dtype=torch.bfloat16, block_size=16)
+    grammars_change_no_bit(over, tabled)
+
+
+def test_a_warm_table_captures_nothing_late(tabled: Grammars) -> None:
+    requests = on_cpu.mixture(18, logprobs=None)
+    variants = warm_variants(("greedy", "constrained"), 1)
+    with gpu_rig("triton", depth=2, shape=OVER, grammars=tabled, variants=variants) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["graph_captures_after_warmup"] == 0

@@ -130,6 +130,13 @@ class EditFeature(SlotFeature[LogitEdits]):
         return staged
 
     def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[Any]]:
+        tabled = [row.slot for row in rows if row.place is not None]
+        for slot in tabled:
+            self.matchers.pop(slot, None)
+        staged: dict[str, npt.NDArray[Any]] = {"unmasked_T": np.array(tabled)} if tabled else {}
+        rows = [row for row in rows if row.place is None]
+        if not rows:
+            return staged
         allowed_GW = np.zeros((len(rows), mask_words(self.vocab_size)), np.int32)  # no matcher: nothing is allowed
         matchers = [self.matchers.get(row.slot) for row in rows]
         for matcher, row in zip(matchers, rows, strict=True):
@@ -137,7 +144,7 @@ class EditFeature(SlotFeature[LogitEdits]):
                 matcher.accept(row.token_ids)
         if self.grammars is not None:
             self.grammars.allow(matchers, allowed_GW)
-        return {"constrained_G": np.array([row.slot for row in rows]), "allowed_GW": allowed_GW}
+        return staged | {"constrained_G": np.array([row.slot for row in rows]), "allowed_GW": allowed_GW}
 
     def load(self, staged: Mapping[str, Tensor]) -> None:
         tables = self.need()
@@ -152,6 +159,8 @@ class EditFeature(SlotFeature[LogitEdits]):
         ):
             if index in staged:
                 table.index_copy_(0, staged[index], staged[values])
+        if "unmasked_T" in staged:
+            tables.sizes_S3[:, MASKED].index_fill_(0, staged["unmasked_T"], 0)
 
     def processor(self, view: RowView) -> RowEdits:
         return edits_of(self.need(), view)

@@ -149,11 +149,12 @@ def test_masks_are_those_of_a_matcher_that_reads_the_answer_alone(
     alone.close()
 
 
-def grammars_change_no_bit(over: OpenRig) -> None:
-    """Of tokens and log-probabilities, alone and beside others, chained and with draft tokens."""
+def grammars_change_no_bit(over: OpenRig, grammars: Grammars | None = None) -> None:
+    """Of tokens and log-probabilities, alone and beside others, chained and with draft tokens. ``grammars``: those of
+    the latter; alone it is the host that masks."""
     requests = mixture(6, logprobs=3)
-    grammars = Watched()
-    expected = plainly(over, requests, grammars=grammars)
+    alone = Watched()
+    expected, grammars = plainly(over, requests, grammars=alone), grammars or alone
     proposer = proposer_for(speculative_config(NGRAM))
     drafts: dict[str, Any] = {"proposer": proposer, "speculation": Speculation(4, mixed_percent=100)}
     for limits in ({"depth": 1, "rows": 7, "buckets": (1, 2, 7)}, {"depth": 3, "rows": 4, **drafts}):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.schedule.budget import NO_BOUND
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy
-from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, ResetPrefixCache, Resume
+from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, ResetPrefixCache, Resume, Tabled
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
@@ -171,6 +171,9 @@ def make_trace(seed: int) -> Trace:
         config = config_with(replace(config, speculation=draw_several(draw, max(widths))), tree=0)
     if seed % 7 == 3:
         events = {at: [_constrained(event, seed // 7) for event in listed] for at, listed in events.items()}
+        asked = [event.request for listed in events.values() for event in listed if isinstance(event, Admit)]
+        for request in draw.sample(asked, draw.randrange(len(asked) + 1) if seed // 7 % 2 else 0):
+            events.setdefault(draw.randrange(60), []).append(Tabled(request.table_key, b""))
     for at in draw.sample(range(60), draw.choice((0, 0, 1, 4))):
         events.setdefault(at, []).append(ResetPrefixCache())
     rooms = tuple(draw.choice((NO_BOUND, NO_BOUND, 1, 3, 7, 20)) for _ in range(draw.choice((1, 5))))
@@ -245,7 +248,7 @@ def _with_answers(
                 for answer_id in request.answer_ids[draw.randrange(2) :] if draw.random() < 0.25 else ():
                     cancel = Cancel(answer_id)
                     changed.setdefault(at + draw.randrange(12), []).append(cancel)
-            elif not isinstance(event, ResetPrefixCache):
+            elif not isinstance(event, ResetPrefixCache | Tabled):
                 changed.setdefault(at, []).append(replace(event, request_id=chosen[event.request_id]))
     broken = {chosen[request_id]: tokens for request_id, tokens in breaks_at.items()}
     return changed, broken, {chosen[request_id]: position for request_id, position in poisons.items()}

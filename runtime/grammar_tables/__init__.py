@@ -1,0 +1,1 @@
+"""Regular grammars as tables of tokens, which the device reads by itself."""

@@ -1,0 +1,167 @@
+"""The process of rank 0 that makes tables of grammars, so that no engine waits for one.
+
+Knows: how wishes and tables travel, that llguidance must read a grammar in the same way. Does not know: how a table is
+made (token_table.py), when ranks use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Final
+
+import msgspec
+import numpy as np
+
+from runtime.grammar import ByteMatcher, Grammars
+from runtime.grammar_tables.automaton import Automaton, automaton_of
+from runtime.grammar_tables.token_table import TokenTable, Vocabulary, Wanted
+from runtime.schedule.request import Request
+
+_MOST_WANTED: Final = 64  # tables that wait to be made
+_MOST_KNOWN: Final = 1024
+_LENGTH: Final = struct.Struct("<I")
+
+log = logging.getLogger(__name__)
+
+
+class TableMaker:
+    """Makes tables in a process of its own, one after the other: that of rank 0, which sends them to the others.
+
+    ``tokenizer_json`` is called in a thread. A process that ends early makes none: matchers serve its requests.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._given = tokenizer_json, vocab_size, tuple(eos_token_ids)
+        self._wishes: SimpleQueue[tuple[bytes, Wanted] | None] = SimpleQueue()
+        self._made: deque[tuple[bytes, bytes]] = deque()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # made, being made, or known to have none
+        self._thread: threading.Thread | None = None
+
+    def want(self, request: Request) -> bool:
+        """Begin to make the table of its grammar; whether ``made`` will have it. Not again before ``forget``."""
+        key = request.table_key
+        if key in self._known or self._wishes.qsize() >= _MOST_WANTED:
+            return False
+        self._known[key] = None
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tables", daemon=True)
+            self._thread.start()
+        self._wishes.put((key, Wanted.by(request)))
+        return True
+
+    def made(self) -> list[tuple[bytes, bytes]]:
+        """Since the last call: Request.table_key, and the table as bytes; none where there can be no table."""
+        return [self._made.popleft() for _ in range(len(self._made))]
+
+    def forget(self, key: bytes) -> None:
+        """It may be wanted again."""
+        self._known.pop(key, None)
+
+    def close(self) -> None:
+        self._wishes.put(None)
+
+    def _work(self) -> None:
+        text, *rest = self._given
+        with suppress(BrokenPipeError), _opened() as process:
+            _answer(process, msgspec.msgpack.encode((text(), *rest)))
+            while (wish := self._wishes.get()) is not None:
+                self._made.append((wish[0], _answer(process, msgspec.msgpack.encode(wish[1]))))
+            process.kill()
+
+
+def _answer(process: subprocess.Popen[bytes], said: bytes) -> bytes:
+    """Of the process; none if it has ended."""
+    if process.poll() is None and process.stdin is not None and process.stdout is not None:
+        try:
+            _write(process.stdin, said)
+            return _read(process.stdout)
+        except (OSError, EOFError) as error:
+            process.kill()
+            process.wait()
+            log.warning("no grammar gets a table on the device any more: the process that makes them ended (%s)", error)
+    return b""
+
+
+def _opened() -> subprocess.Popen[bytes]:
+    """The process, apart from a terminal's Ctrl-C; it ends when its input does."""
+    root = str(Path(__file__).resolve().parents[2])
+    words = f"import sys; sys.path.insert(0, {root!r}); from runtime.grammar_tables.maker import make; make()"
+    return subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    )
+
+
+def make() -> None:
+    """The process: an answer to the tokenizer, of nothing, then one to each wish."""
+    os.nice(10)
+    wishes, answers = sys.stdin.buffer, sys.stdout.buffer
+    text, vocab_size, eos_token_ids = msgspec.msgpack.decode(_read(wishes))
+    vocabulary = Vocabulary(Grammars(lambda: text, vocab_size, eos_token_ids).token_texts(), eos_token_ids)
+    table = None
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            _write(answers, b"" if table is None else table.to_bytes())
+            table = made_table(vocabulary, msgspec.msgpack.decode(_read(wishes), type=Wanted))
+
+
+def made_table(vocabulary: Vocabulary, wanted: Wanted) -> TokenTable | None:
+    """None where there is none: a grammar that is not regular, or too large, or read otherwise than llguidance does."""
+    automaton = automaton_of(wanted.grammar)
+    if automaton is None:
+        return None
+    if not agrees(automaton, wanted.grammar):
+        log.warning("a grammar gets no table on the device: llguidance reads it otherwise")
+        return None
+    return vocabulary.table(automaton, wanted)
+
+
+def agrees(automaton: Automaton, grammar: str) -> bool:
+    """Whether llguidance allows the same bytes and ends in each state, each reached in one way."""
+    classes = automaton.next_SC.shape[1]
+    allowed_S257 = np.concatenate((automaton.next_SC[:, automaton.class_of_256] > 0, automaton.accepting_S[:, None]), 1)
+    masks = [np.packbits(row, bitorder="little").tobytes() for row in np.pad(allowed_S257, ((0, 0), (0, 31)))]
+    byte_of = np.unique(automaton.class_of_256, return_index=True)[1].tolist()
+    matcher, seen, way = ByteMatcher(grammar), {1}, [(1, iter(range(classes)))]
+    if matcher.mask() != masks[1]:
+        return False
+    while way:
+        state, left = way[-1]
+        for byte_class in left:
+            after = int(automaton.next_SC[state, byte_class])
+            if after and after not in seen:
+                seen.add(after)
+                if not matcher.consume(byte_of[byte_class]) or matcher.mask() != masks[after]:
+                    return False
+                way.append((after, iter(range(classes))))
+                break
+        else:
+            way.pop()
+            if way:
+                matcher.back()
+    return True
+
+
+def _write(to: IO[bytes], said: bytes) -> None:
+    to.write(_LENGTH.pack(len(said)) + said)
+    to.flush()
+
+
+def _read(of: IO[bytes]) -> bytes:
+    """Raises EOFError."""
+    if len(head := of.read(_LENGTH.size)) < _LENGTH.size:
+        raise EOFError("no answer")
+    if len(said := of.read(size := _LENGTH.unpack(head)[0])) < size:
+        raise EOFError("half an answer")
+    return said
