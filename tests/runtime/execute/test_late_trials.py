@@ -51,7 +51,7 @@ from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter
 from tests.selection import covering
 
 BUCKETS = (2, 4)
-TOKENS = (16, 24, 40, 56, 72)
+TOKENS = (24, 72)
 CHAIN: dict[str, Any] = {  # windows of 8, 4 and 2 tokens, beside captured chunks as well
     "proposer": ngram(8),
     "speculation": Speculation(8, mixed_percent=100, **NARROWER),
@@ -162,11 +162,18 @@ def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch:
             if refused is not None:
                 assert "memory for" in refused
                 assert "--memory-fraction" in refused
-    with rig(device=SmallTwin(most - 1), **CHAIN) as engine:
-        assert engine.model_config.widest == NARROWER_FEATURES[0], "without penalties it fits"
+            if left == most - 1:
+                assert engine.model_config.widest == NARROWER_FEATURES[0], "without penalties it fits"
 
 
-@pytest.mark.parametrize("kind", ["window of 2", "mixed window of 8 tail", "proposal", "prefill tail"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mixed window of 8 tail",
+        "proposal",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("window of 2", "prefill tail")),
+    ],
+)
 def test_each_kind_decides_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(monkeypatch)
     peak_of = Executor._peak_of
@@ -249,7 +256,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "too_small", "late_tables"), covering(("attention", "qwen3.5"), (False, True), (False, True))
+    ("model", "too_small", "late_tables"), covering(("attention", "qwen3.5"), (False, True), (False, True), at_once=1)
 )
 def test_trials_leave_nothing(model: str, late_tables: bool, too_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(model, monkeypatch)
@@ -318,7 +325,7 @@ def later(requests: list[Request]) -> dict[int, list[Request]]:
     return {9: [replace(one, request_id=one.request_id + 50) for one in requests]}
 
 
-@pytest.mark.parametrize("late_tables", [False, True])
+@pytest.mark.parametrize("late_tables", [pytest.param(False, marks=pytest.mark.long), True])
 def test_windows_of_guessed_ngrams_give_the_same_tokens(late_tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if late_tables:
         monkeypatch.setattr(executors, "LATE_TABLES_SHARE", 0.0)
@@ -350,7 +357,7 @@ def test_trees_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trials.most("tree of 12") > 3 * trials.most("decode")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.9])
 def test_windows_of_an_mtp_layer_give_the_same_tokens(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
