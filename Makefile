@@ -44,8 +44,8 @@ check: $(STAMP)  ## after every edit: static and quick, in a minute and a half o
 	$(MAKE) --no-print-directory --output-sync -j 2 static quick
 
 test: $(STAMP)  ## before a change lands, and in CI: static, interpreted, pytest and trace, in ten minutes on two cores
-	$(MAKE) --no-print-directory --output-sync -j 2 static interpreted
-	$(MAKE) --no-print-directory pytest trace
+	$(MAKE) --no-print-directory --output-sync -j 3 static interpreted trace
+	$(MAKE) --no-print-directory pytest
 
 static: $(STAMP)  ## ruff, mypy (strict), and the ratchet: size and wording are no worse than tests/tools/baseline.json
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def slowness() -> float:
     return max(1.0, min(once() for _ in range(3)) / REFERENCE_S)
 
 
+@cache  # asked for each test of a file
 def is_quick(path: Path) -> bool:
     if not path.is_relative_to(ROOT):
         return False

@@ -62,7 +62,12 @@ class Run:
     def environ(self) -> dict[str, str]:
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         libraries = {} if self.width not in _LIBRARIES else dict(zip(_ISA, _LIBRARIES[self.width], strict=True))
-        fixed = {"ATEN_CPU_CAPABILITY": self.width, "MKL_DYNAMIC": "FALSE", "CUDA_VISIBLE_DEVICES": ""}
+        fixed = {
+            "ATEN_CPU_CAPABILITY": self.width,
+            "MKL_DYNAMIC": "FALSE",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         return {**fixed, **threads, **libraries}
 
 
