@@ -43,7 +43,7 @@ def run_of(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.long), "2"])
 def test_a_run_that_leaves_something_behind_fails_and_says_what(workers: str, tmp_path: Path) -> None:
     ran = run_of(tmp_path, "-n", workers)
     assert ran.returncode == 1, ran.stdout + ran.stderr

@@ -46,5 +46,5 @@ def seconds_to_end(folder: Path, launcher: str, phase: str, patience: float) -> 
         while made.processes():
             if time.monotonic() > killed + patience:
                 return None
-            time.sleep(0.005)
+            time.sleep(0.05)
         return time.monotonic() - killed

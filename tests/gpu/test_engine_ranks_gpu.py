@@ -81,7 +81,7 @@ def golden(device: str) -> list[list[int]]:
     return [row["token_ids"] for row in golden_rows()[: GOLDEN[device]]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_the_same_ranks_on_a_cpu(tmp_path: Path) -> None:
     found = all_ranks(tmp_path, "cpu", {SYMMETRIC: JOBS[SYMMETRIC]}, ranks=2)

@@ -70,8 +70,12 @@ def without_proposals() -> tuple[RequestOutput, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
-    [NGRAM, MTP, DFLASH, {**MTP, "tree_size": 8}, pytest.param({**DFLASH, "tree_size": 16}, marks=pytest.mark.long)],
-    ids=["ngram", "mtp", "dflash", "mtp-tree", "dflash-tree"],
+    [
+        NGRAM,
+        {**MTP, "tree_size": 8},
+        *(pytest.param(keys, marks=pytest.mark.long) for keys in (MTP, DFLASH, {**DFLASH, "tree_size": 16})),
+    ],
+    ids=["ngram", "mtp-tree", "mtp", "dflash", "dflash-tree"],
 )
 def test_texts_with_proposals_are_those_without(keys: dict[str, Any]) -> None:
     """Stop strings and stop ids within a block, several answers, log-probabilities, scored prompts, penalties."""

@@ -1,4 +1,4 @@
-"""A thousand mutated checkpoints; the long form is `python -m tests.models.weights_fuzz`."""
+"""Four hundred mutated checkpoints; the long form is `python -m tests.models.weights_fuzz`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
 @pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_by_name_or_loads_what_it_holds(tmp_path: Path) -> None:
-    outcomes = fuzz(tmp_path, 0, 40 * len(KINDS))
-    assert outcomes.total() == 40 * len(KINDS)
-    assert outcomes["harmless loaded"] == outcomes["other_values loaded"] == 40
-    assert outcomes["cut_in_header refused"] == outcomes["leads_out refused"] == 40
+    outcomes = fuzz(tmp_path, 0, 15 * len(KINDS))
+    assert outcomes.total() == 15 * len(KINDS)
+    assert outcomes["harmless loaded"] == outcomes["other_values loaded"] == 15
+    assert outcomes["cut_in_header refused"] == outcomes["leads_out refused"] == 15
 
 
 def test_the_fuzzer_bites(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ STEP = 0.02  # seconds
 
 @pytest.mark.parametrize(
     ("delay_ms", "horizon", "hidden"),
-    [(5.0, 2, True), (50.0, 8, True), (200.0, 1, False)],
+    [pytest.param(5.0, 2, True, marks=pytest.mark.long), (50.0, 8, True), (200.0, 1, False)],
 )
 def test_a_horizon_hides_a_delay_shorter_than_its_steps(
     hosts: TwoHosts, delay_ms: float, horizon: int, hidden: bool

@@ -28,6 +28,7 @@ from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import StepTiming
 from runtime.observe.observer import StepObserver
 from runtime.schedule.config import SchedulerConfig, StepLimits
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.test_depths import mixture, outcome
@@ -133,7 +134,7 @@ def test_on_a_cpu_nothing_is_timed() -> None:
     assert agree_depth_and_horizon(config, NOBODY, SCHEDULE, lambda choose: choose(10e-6), None) == (2, 0)
 
 
-@pytest.mark.parametrize("warm", ["greedy", "random", "filtered", "penalised", "constrained"])
+@pytest.mark.parametrize("warm", ["greedy", "penalised", "constrained", *map(long, ("random", "filtered"))])
 def test_turns_are_timed_and_nothing_of_them_is_left(warm: str) -> None:
     """The same tokens, and the same counts, as of an engine that was not measured."""
     timed: list[StepTiming] = []

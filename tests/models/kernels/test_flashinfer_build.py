@@ -101,7 +101,7 @@ def test_whoever_builds_is_left_alone(build: Any, spec: Spec) -> None:
     assert not list(spec.folder.glob("build-aside.*.ninja"))
 
 
-@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("killed", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_build_ends_with_its_parent_and_goes_on_later(build: Any, spec: Spec, killed: signal.Signals) -> None:
     """Compilers too, which ninja gives sessions of their own; what was finished is not done again."""
     slow = "echo $$$$ > pid && sleep 300 && cp $in $out"

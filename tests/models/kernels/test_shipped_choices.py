@@ -21,6 +21,7 @@ from models.kernels.matmul.cublaslt import Linear
 from models.kernels.traits import H200, DeviceTraits
 from models.registry import config_from_folder
 from models.row_buckets import decode_ladder, every_bucket
+from tests.selection import covering
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
 dispatch = importlib.import_module("models.ops.tuned")
@@ -74,12 +75,14 @@ def misfits(shape: LinearShape, choice: Choice, lt: Lt) -> str | None:
     return None if fits else f"{shape.key}: {choice}"
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.parametrize(("model", "ranks"), MODELS)
-@pytest.mark.parametrize("lt", [Lt(LATEST, True), Lt(LATEST, False), Lt(1, True)], ids=["latest", "strict", "other"])
+LTS = {"latest": Lt(LATEST, True), "strict": Lt(LATEST, False), "other": Lt(1, True)}
+
+
+@pytest.mark.parametrize(("path", "of_model", "version"), covering(SHIPPED, MODELS, tuple(LTS)))
 def test_every_bucket_of_both_ladders_resolves_to_a_kernel_that_fits(
-    path: Path, model: str, ranks: int, lt: Lt
+    path: Path, of_model: tuple[str, int], version: str
 ) -> None:
+    (model, ranks), lt = of_model, LTS[version]
     table = choice_table.load(path)
     assert table.gpu is not None
     made = products(table, table.gpu, lt)
@@ -110,7 +113,7 @@ WIDE_BUCKETS = [rows for rows in sorted({*every_bucket(256, 8192), *decode_ladde
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("lt", [Lt(LATEST, True), Lt(LATEST, False), Lt(1, True)], ids=["latest", "strict", "other"])
+@pytest.mark.parametrize("lt", LTS.values(), ids=LTS)
 def test_beyond_256_rows_a_bucket_has_what_was_measured_for_it_or_cublas(path: Path, lt: Lt) -> None:
     """What was measured, for it or for at most a quarter more rows, and runs here; never what is further away."""
     table = choice_table.load(path)

@@ -57,14 +57,14 @@ def run(job: Job, steps: int, patience: int = 4000, dies: tuple[int, int, bool] 
     raise AssertionError(f"no end after {patience} rounds: {[r.machine.state for r in job.ranks]}")
 
 
-# Each case is 500 seeds, so that test workers can share them: 5,000 seeds for each world with the long ones.
+# Each case is 250 seeds, so that test workers can share them: 5,000 seeds for each world with the long ones.
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 10))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.long) for block in range(1, 20))])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_no_divergence_whatever_the_bus_does(world: int, block: int) -> None:
     """Ranks in one, two or four groups, which agree on a maximum and tell something in every turn but a few."""
     mangled = stopped = named = 0
-    for seed in range(block * 500, block * 500 + 500):
+    for seed in range(block * 250, block * 250 + 250):
         rng = random.Random(seed)
         groups = rng.choice([number for number in (1, 2, 4) if world % number == 0])
         faults, agrees = HARD if seed % 4 else LOSSLESS, rng.random() < 0.5
@@ -90,9 +90,9 @@ def test_no_divergence_whatever_the_bus_does(world: int, block: int) -> None:
         late = all(rank.stopped for rank in job.ranks if not rank.dead)
         assert late or any(v.rank == dies[0] for v in found), f"seed {seed}: {found}"
         named += not late
-    assert stopped == 400
-    assert named > 60
-    assert mangled > 100
+    assert stopped == 200
+    assert named > 30
+    assert mangled > 50
 
 
 def test_the_simulation_notices_a_follower_that_takes_records_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tests.runtime.daemon.scripted import ScriptedEngine, ScriptedModel
 from tests.runtime.schedule.fake_device import VOCABULARY, complete_alone
 from tests.runtime.schedule.mutants import Mutant, plant
 
-EXAMPLES, MORE = 500, 10_000
+EXAMPLES, MORE = 250, 10_000
 STEPS = 14
 PLACES = 4
 LONGEST = 40

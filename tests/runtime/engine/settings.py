@@ -81,6 +81,7 @@ ALIKE: tuple[tuple[Any, ...], ...] = (
     (2, 3, 4),
     ("mixed", "mixed graphs"),
     ("in turns", "in turns, graphs"),
+    ("alone", "two groups"),
 )
 OF_OTHERS = {
     turn: [Admit(request(9000 + turn, [(turn + i) % 7 for i in range(9)], max_tokens=1 + turn % 5, stops=()))]

@@ -76,7 +76,7 @@ def test_what_belongs_to_nobody_reaches_nobody(family: str, depth: int) -> None:
         assert engine.counters["evictions"] > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [long(1), 2, long(4)])
 def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     """What a slot holds in the end is what its last real token left there, whatever was in flight behind it."""
     shape = FAMILIES["qwen3-next"]
@@ -152,7 +152,11 @@ def test_the_poison_is_found_where_a_mask_is_a_product() -> None:
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [("qwen3.5", ((2, 8), 2)), *(long(family, ((33, 32, 1), 4)) for family in FAMILIES), ("qwen3-next", ((16, 1), 4))],
+    [
+        ("qwen3.5", ((2, 8), 2)),
+        *(long(family, ((33, 32, 1), 4)) for family in FAMILIES),
+        long("qwen3-next", ((16, 1), 4)),
+    ],
     ids=str,
 )
 def test_windows_give_the_tokens_of_single_steps(

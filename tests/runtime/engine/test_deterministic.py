@@ -71,7 +71,9 @@ def test_nothing_that_others_do_changes_a_bit(
     assert any(taken) == (shape != HYBRID)
 
 
-@pytest.mark.parametrize("shape", [{}, FAMILIES["qwen3.5"], NEMOTRON], ids=["attention", "gated delta nets", "Mamba-2"])
+@pytest.mark.parametrize(
+    "shape", [{}, FAMILIES["qwen3.5"], long(NEMOTRON)], ids=["attention", "gated delta nets", "Mamba-2"]
+)
 def test_trees_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
     """A node's keys, and its state, are those of the path down to it; also beside chunks, where there is no state."""
     model: dict[str, Any] = {"shape": shape, "kernels": invariant_kernels()}
@@ -117,7 +119,7 @@ CHAINS: dict[str, dict[str, object]] = {"attention": {}, "gated delta nets": FAM
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "width"),
-    [("attention", 16), *((name, 4) for name in [*CHAINS][1:]), *(long(name, 16) for name in [*CHAINS][1:])],
+    [("attention", 16), ("Mamba-2", 4), long("gated delta nets", 4), *(long(name, 16) for name in [*CHAINS][1:])],
 )
 def test_chains_of_guesses_change_no_bit(shape: str, width: int) -> None:
     requests = questions(1, count=3, longest=20)

@@ -18,6 +18,7 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.plant import Op, invariant_kernels, kernels_with, reference_kernels
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run
@@ -63,7 +64,7 @@ def test_entries_of_a_tree_are_moved_as_codes() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("mtp", "float32"), ("mtp", "deterministic"), ("dflash", "float32"), ("dflash", "deterministic bfloat16")],
+    [("mtp", "float32"), long("mtp", "deterministic"), ("dflash", "float32"), ("dflash", "deterministic bfloat16")],
 )
 def test_greedy_drafted_answers_are_plain_answers(kind: str, how: str, tmp_path: Path) -> None:
     """The drafter's cache is float8, too."""

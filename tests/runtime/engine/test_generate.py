@@ -16,6 +16,7 @@ from tests.launch.api.parsed import parsed
 from tests.launch.generate.batches import model_folder, rows_of, write_input
 from tests.models import tiny_checkpoint
 from tests.models.drafters import tiny_drafters as drafters
+from tests.runtime.engine.conftest import long
 
 VOCABULARY, LONGEST = 360, 64
 CONFIG = tiny_checkpoint.TINY | {"vocab_size": VOCABULARY}
@@ -167,7 +168,11 @@ def drafting(method: str, work: Path) -> Row:
 
 @pytest.mark.parametrize(
     ("method", "tree"),
-    [("ngram", {}), ("mtp", {}), ("dflash", {}), ("eagle3", {}), ("mtp", {"tree_size": 9, "tree_top_k": 3})],
+    [
+        ("ngram", {}),
+        ("mtp", {"tree_size": 9, "tree_top_k": 3}),
+        *(long(method, {}) for method in ("mtp", "dflash", "eagle3")),
+    ],
     ids=str,
 )
 def test_echo_with_proposals_gives_what_it_gives_without(

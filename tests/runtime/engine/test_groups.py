@@ -30,7 +30,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
 from tests.plant import name_of, plant
-from tests.runtime.engine.conftest import HYBRIDS
+from tests.runtime.engine.conftest import HYBRIDS, long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.group_rigs import Meeting, MetAgreement, MetExchange
 from tests.runtime.engine.lives import Act, check_all_is_back
@@ -40,7 +40,6 @@ from tests.runtime.engine.serial_answers import Answers, serial_answers
 from tests.runtime.engine.test_depths import mixture, outcome
 from tests.runtime.engine.test_experts import EXPERTS
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers, some
-from tests.selection import covering
 
 LIMITS: RigLimits = {"shape": EXPERTS | {"decoder_sparse_step": 1}, "dtype": torch.float64}
 BUCKETS = (1, 2, 4, 8)
@@ -177,7 +176,9 @@ def test_groups_start_in_one_order(captured: tuple[int, ...], wider: bool, monke
     assert {bucket for bucket, rows in decode if rows == bucket} == set(BUCKETS)
 
 
-@pytest.mark.parametrize(("chunks", "depth"), covering([*CHUNKS], (0, 2), at_once=1), indirect=["chunks"])
+@pytest.mark.parametrize(
+    ("chunks", "depth"), [("launched", 0), ("captured", 2), long("in turns", 0)], indirect=["chunks"]
+)
 def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: RigLimits) -> None:
     first, second = mixture(31, count=5), ids_from(100, mixture(32, count=4))
     late = ids_from(200, mixture(33, count=2))
@@ -206,7 +207,9 @@ def test_groups_that_never_have_windows_replay_their_prompts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chunks", "percent", "depth"), covering([*CHUNKS], (50, 0), (0, 2), at_once=1), indirect=["chunks"]
+    ("chunks", "percent", "depth"),
+    [("launched", 50, 0), ("captured", 0, 2), long("in turns", 50, 0)],
+    indirect=["chunks"],
 )
 def test_one_group_verifies_while_another_decodes_prefills_or_idles(
     chunks: RigLimits, percent: int, depth: int
@@ -234,7 +237,7 @@ def test_one_group_verifies_while_another_decodes_prefills_or_idles(
         assert [counters["fallbacks{eager_prefill_groups}"] for counters in lives.counters] == [1, 1]
 
 
-@pytest.mark.parametrize(("depth", "launched"), covering((0, 2), ("launched", "captured"), at_once=1))
+@pytest.mark.parametrize(("depth", "launched"), [long(0, "launched"), (2, "captured")])
 def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int, launched: str) -> None:
     """Trees of 12 tokens, of which a row gains four at most, only with at most two rows; also beside chunks, which of
     captured steps those are that another group has.
@@ -261,7 +264,7 @@ def test_one_group_has_trees_while_another_decodes_prefills_or_idles(depth: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "windows"), covering(("qwen3.5-moe", "nemotron-h"), (False, True), at_once=1))
+@pytest.mark.parametrize(("family", "windows"), [long("qwen3.5-moe", False), ("nemotron-h", True)])
 def test_each_group_has_snapshots_of_its_own(family: str, windows: bool) -> None:
     """Models with recurrent layers and experts, their shared one on each group: prefix hits in both groups, while the
     other one goes on; with windows, too."""
@@ -370,7 +373,11 @@ def test_chunks_of_all_groups_come_in_the_same_steps() -> None:
     assert wide[0] - wide[1] >= 2 * 4, f"of each of two layers: {wide}"
 
 
-@pytest.mark.parametrize(("chunks", "seed"), covering([*CHUNKS], range(4), at_once=1), indirect=["chunks"])
+@pytest.mark.parametrize(
+    ("chunks", "seed"),
+    [("launched", 0), ("captured", 1), long("in turns", 2), long("in turns", 3)],
+    indirect=["chunks"],
+)
 def test_random_arrivals(seed: int, chunks: RigLimits) -> None:
     draw = random.Random(seed)
     requests = mixture(40 + seed, count=9)

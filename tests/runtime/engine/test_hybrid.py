@@ -25,6 +25,7 @@ from runtime.config import ConfigError, EngineConfig
 from runtime.engine import Engine
 from tests.models.kv_layers import caches_of
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, people, prompt
 from tests.runtime.engine.replay_proposer import window_roles
@@ -73,7 +74,7 @@ def test_token_by_token_equals_all_at_once() -> None:
     assert likely[49:-1].tolist() == list(answer)
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("depth", [long(0), 2, long(4)])
 def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> None:
     """The null slot serves ghosts and padding; a free slot is cleared when somebody is seated in it."""
     requests = mixture(11)
@@ -87,7 +88,7 @@ def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> 
         assert outcome(run(engine, requests, poison)) == outcome(clean)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [long(1), 2, long(4)])
 def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     """What a slot holds in the end is what its last real token left there, whatever was in flight behind it."""
     one = people(1, length=9, max_tokens=20)[0]

@@ -8,7 +8,7 @@ no group holds anything any more. What belongs to nobody is NaN throughout.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 
@@ -18,6 +18,7 @@ from runtime.schedule.request import FinishReason, Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Act
 from tests.runtime.engine.random_lives import RandomLife, random_life
 from tests.runtime.engine.rig import RigLimits
@@ -28,7 +29,6 @@ from tests.runtime.engine.test_groups import Lives
 from tests.runtime.engine.test_hybrid import on_banks
 from tests.runtime.engine.test_poison import fill_with_nan, idle_blocks
 from tests.runtime.speculate.recorded import VOCABULARY
-from tests.selection import covering
 
 FAMILIES = ("qwen3-next", "qwen3.5-moe", "nemotron-h")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -79,9 +79,15 @@ def how(kind: str, depth: int, size: int) -> RigLimits:
     return limits
 
 
+OFTEN = (("qwen3.5-moe", "windows", (8, 1)), ("nemotron-h", "snapshots", (6, 4)))
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "drawn_at"),
-    covering(FAMILIES, ("plain", "windows", "snapshots"), [(12, 2), (8, 1), (6, 4)], at_once=1),
+    [
+        case if case in OFTEN else long(*case)
+        for case in product(FAMILIES, ("plain", "windows", "snapshots"), [(12, 2), (8, 1), (6, 4)])
+    ],
     ids=str,
 )
 def test_random_lives_of_two_groups(

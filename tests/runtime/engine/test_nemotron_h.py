@@ -74,7 +74,7 @@ def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> 
         assert outcome(run(engine, requests, poison)) == outcome(clean)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [long(1), 2, long(4)])
 def test_ghost_and_padding_rows_leave_every_state_alone(depth: int) -> None:
     """What a slot holds in the end is what its last real token left there, whatever was in flight behind it."""
     one = people(1, length=9, max_tokens=20)[0]

@@ -22,6 +22,7 @@ from runtime.schedule.request import Request
 from runtime.schedule.states import State
 from tests.models.kv_layers import kv_layers
 from tests.plant import reference_kernels
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.prompt_ranks import TOP, Score, Scores, prompts
 from tests.runtime.engine.rig import TINY, VOCABULARY, RigLimits, request, rig, run, tiny_folder
 from tests.torchrun import torchrun
@@ -84,7 +85,7 @@ def test_every_prompt_token_but_the_first_is_scored(depth: int, max_prefill_toke
         check(one, scores.by_request[one.request_id])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [long(1), 2, long(4)])
 def test_every_depth_reports_the_serial_engine_s_bits(depth: int) -> None:
     """Prompts come one at a time, so that the same chunks are cut at any depth."""
     for one in prompts(seed=1):

@@ -28,6 +28,7 @@ from runtime.execute.step.memory import StepParts, Trial
 from runtime.schedule.plan import StepKind, StepPlan
 from runtime.schedule.request import Request
 from tests.plant import make_decode_step, make_row_graphs
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, oracle, prompt, same, unbroken
 from tests.runtime.engine.rig import TINY, request, rig
 
@@ -101,7 +102,7 @@ def arrivals() -> tuple[list[Request], dict[int, list[Request]]]:
     return requests, later
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("depth", [long(0), 2, long(4)])
 def test_two_models_take_turns_without_a_capture_or_an_allocation(depth: int) -> None:
     made: list[DraftedDecode] = []
 

@@ -159,9 +159,7 @@ def same_as_requests(them: list[Talk], life: Life, **limits: Any) -> None:
         assert life.logprobs.get(talk.first.request_id, []) == entries
 
 
-@pytest.mark.parametrize(
-    ("every_model", "depth", "quantum"), over_models(DEPTHS, (1, 3, 64), at_once=2), indirect=["every_model"]
-)
+@pytest.mark.parametrize(("every_model", "depth", "quantum"), over_models(DEPTHS, (1, 3, 64)), indirect=["every_model"])
 @pytest.mark.usefixtures("every_model")
 def test_quanta_and_turns_are_those_of_single_requests(depth: int, quantum: int) -> None:
     them = talks(quantum)
@@ -188,7 +186,7 @@ def test_a_quantum_that_was_granted_early_does_not_break_the_chain(depth: int) -
 
 @pytest.mark.parametrize(
     ("every_model", "depth", "prefix_caching"),
-    over_models((0, 2), (True, False), at_once=2),
+    over_models((0, 2), (True, False)),
     indirect=["every_model"],
 )
 @pytest.mark.usefixtures("every_model")

@@ -21,6 +21,7 @@ from runtime.schedule.config import StepLimits
 from runtime.schedule.request import Request
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.replay_proposer import script_of
@@ -128,7 +129,7 @@ def test_answers_are_those_with_all_pages_kept(depth: int, tokens: int, mixed: b
     assert life.counters["window_blocks{20}"] == 8 * StepLimits(8, 16, 8, 128, depth).window_blocks(WINDOW)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [long(0), 2])
 def test_prefix_hits_begin_with_the_pages_of_their_window(depth: int, moved: list[int]) -> None:
     requests = mixture()
     again = [replace(r, request_id=40 + r.request_id) for r in requests[:6]]
@@ -137,7 +138,7 @@ def test_prefix_hits_begin_with_the_pages_of_their_window(depth: int, moved: lis
     assert life.counters["prefix_hit_tokens"] > 150
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [long(0), 2])
 def test_evicted_requests_are_computed_again(depth: int, moved: list[int], few_blocks: Callable[[int], None]) -> None:
     few_blocks(6)
     life = live(mixture(), poison, depth=depth, shape=SHAPE, blocks=30, max_prefill_tokens=32)
@@ -145,7 +146,7 @@ def test_evicted_requests_are_computed_again(depth: int, moved: list[int], few_b
     assert life.counters["evictions"] == life.counters["evicted_for{full}"]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [long(0), 2])
 def test_answers_to_one_prompt_copy_its_last_page_in_every_group(depth: int, moved: list[int]) -> None:
     requests = [request(20, prompt(45, 1), stops=(), temperature=1.0, max_tokens=50, n=3, logprobs=2)]
     life = live(requests, poison, depth=depth, shape=SHAPE)
@@ -153,7 +154,7 @@ def test_answers_to_one_prompt_copy_its_last_page_in_every_group(depth: int, mov
     assert life.counters["forks"] == 2
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [long(0), 2])
 def test_trees_move_entries_in_every_group(depth: int, moved: list[int]) -> None:
     """A node's window is bounded by its depth, and rejected nodes move no window on."""
     requests = people(5, max_tokens=50)

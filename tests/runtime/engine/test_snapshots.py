@@ -23,6 +23,7 @@ from runtime.schedule.speculation import Speculation
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life, live, prompt, same, unbroken
 from tests.runtime.engine.rig import request
 from tests.runtime.engine.tensor_ranks import tensor_rig
@@ -117,7 +118,7 @@ def poison(engine: Engine, turn: int) -> None:
     fill_with_nan(engine, idle_blocks(engine))
 
 
-@pytest.mark.parametrize("depth", [0, 2, 4])
+@pytest.mark.parametrize("depth", [long(0), 2, long(4)])
 def test_with_little_room_snapshots_blocks_and_rows_go_and_come_back(depth: int) -> None:
     """NaN before every turn in all that belongs to nobody."""
     requests = sharers(8, max_tokens=40)
@@ -173,7 +174,7 @@ def repetitive(**sampling: Any) -> dict[str, Any]:
     return {"max_tokens": 24, "temperature": 0.6, "allowed_token_ids": (5, 6, 7, 8), **sampling}
 
 
-@pytest.mark.parametrize(("family", "depth"), [("qwen3-next", 0), ("qwen3-next", 2), ("nemotron", 2)])
+@pytest.mark.parametrize(("family", "depth"), [long("qwen3-next", 0), ("qwen3-next", 2), ("nemotron", 2)])
 def test_windows_beside_prefixes_that_are_continued(family: str, depth: int) -> None:
     """NaN before every turn in all state and blocks that nobody has; some rows are evicted and go on from snapshots."""
     requests = sharers(6, **repetitive())

@@ -194,7 +194,7 @@ def test_prefix_hits_and_chunked_prompts_are_in_the_history() -> None:
     assert life.counters["mixed_steps"] > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [long(2), 4])
 def test_answers_of_several_ranks_are_those_of_one(ranks: int) -> None:
     shape, requests = FOUR_HEADS, repeating(4)
 
@@ -468,7 +468,7 @@ NARROWER: dict[str, Any] = {  # 8 tokens pay for one row, 4 for two or three, 2 
 }
 
 
-@pytest.mark.parametrize("depth", [0, 2, 3])
+@pytest.mark.parametrize("depth", [long(0), 2, 3])
 def test_steps_have_the_width_that_pays_and_answers_stay(depth: int) -> None:
     """Rows leave one after the other, so windows grow; all kinds are in flight together."""
     requests = [replace(r, sampling=replace(r.sampling, max_tokens=20 + 25 * r.request_id)) for r in repeating(5)]
@@ -485,7 +485,7 @@ def test_steps_have_the_width_that_pays_and_answers_stay(depth: int) -> None:
         unbroken(life)
 
 
-@pytest.mark.parametrize("seed", [5100, 5101, 5103])
+@pytest.mark.parametrize("seed", [5100, *map(long, (5101, 5103))])
 def test_narrower_windows_live_beside_everything_else(seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, and chunks beside which
     windows of all widths are."""

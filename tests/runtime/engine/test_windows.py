@@ -146,7 +146,7 @@ def test_a_window_that_reaches_past_the_context(widths: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(
     ("seed", "depth"),
-    [case if case in ((5, 0), (6, 1), (8, 3)) else long(*case) for case in product(range(40), range(5))],
+    [case if case in ((5, 0), (8, 3)) else long(*case) for case in product(range(40), range(5))],
 )
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits and chunked prompts; rows that gain 0 to W tokens a step."""

@@ -51,7 +51,7 @@ from tests.runtime.speculate.recorded import SHAPE, VOCABULARY, Drafter
 from tests.selection import covering
 
 BUCKETS = (2, 4)
-TOKENS = (24, 72)
+TOKENS = (24, 56, 72)
 CHAIN: dict[str, Any] = {  # windows of 8, 4 and 2 tokens, beside captured chunks as well
     "proposer": ngram(8),
     "speculation": Speculation(8, mixed_percent=100, **NARROWER),

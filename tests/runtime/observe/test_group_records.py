@@ -39,7 +39,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[MetExchange]:
     return made
 
 
-@pytest.fixture(params=[0, 2])
+@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.long), 2])
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

@@ -44,8 +44,8 @@ from tests.runtime.schedule.mixed_rules import BrokenRule
 from tests.runtime.schedule.mutants import Mutant, plant
 from tests.selection import covering
 
-SEEDS = 400  # of a part. The rarest mutant below shows in one seed of a hundred; make test-all PART=fuzz has a million
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 80))]
+SEEDS = 250  # of a part. The rarest mutant below shows in one seed of a hundred; make test-all PART=fuzz has a million
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 128))]
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_seed_replays_exactly() -> None:
 def test_tokens_are_the_same_whatever_the_widths(widths: tuple[int, ...], depth: int) -> None:
     """Every pattern of widths and every depth, steps without a token included, against depth 0 and against width 1."""
     most = max(widths)
-    for seed in range(40):
+    for seed in range(25):
         trace = make_trace(seed)
         blocks = trace.config.blocks + most // trace.config.limits.block_size
         mixed = trace.config.mixed
@@ -158,27 +158,28 @@ def test_every_part_of_the_space_is_visited(monkeypatch: pytest.MonkeyPatch) -> 
             seen[f"depth {self.config.limits.depth}"] = seen[self.config.widths] = 1
             return super().land(step, result)
 
-    for seed in range(700):
+    for seed in range(350):
         run(make_trace(seed), Counting)
     for name in (*NAMES, "fenced blocks"):
-        assert seen[name] > 100, (name, seen)
+        assert seen[name] > 50, (name, seen)
     assert {f"depth {d}" for d in range(5)} | set(WIDTHS) <= set(seen)
     for name in OF_SNAPSHOTS:
-        assert seen[name] > 40, (name, seen)
-    assert seen["fell short"] > 10
-    assert seen["distrusted"] > 10
-    assert seen["found later"] > 5
-    assert seen["early"] > 5
-    assert seen["waves"] > 5
-    assert seen["later chunks"] > 100
-    assert seen["narrower with chunks"] > 20
-    assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 100
+        assert seen[name] > 20, (name, seen)
+    assert seen["fell short"] > 5
+    assert seen["distrusted"] > 5
+    assert seen["found later"] > 2
+    assert seen["early"] > 2
+    assert seen["waves"] > 2
+    assert seen["later chunks"] > 50
+    assert seen["narrower with chunks"] > 10
+    assert min(seen["copied"], seen["nothing to copy"], seen["left out", State.DECODE]) > 50
     assert min(seen["left out", State.ENDED], seen["left out", State.EVICTING]) > 0
 
 
 # ---- the fuzzer bites: mutants, each caught for what it does ----
 
 MUTANTS: list[Any] = []
+RARE = (252, 156, 127, 93, 76, 61, 47)  # seeds that show those mutants which few seeds do
 
 
 def mutant_of(
@@ -514,7 +515,7 @@ def test_a_broken_scheduler_is_caught_for_what_it_breaks(
     for name, mutant in mutants.items():
         plant(monkeypatch, owner, name, mutant)
     verdicts: Counter[str] = Counter()
-    for seed in range(400):
+    for seed in (*RARE, *range(400)):
         try:
             check_seed(seed, check=caught_by in (AccountingError, BrokenRule))
         except caught_by:

@@ -22,7 +22,7 @@ from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import Driver, ending_by_stop
 from tests.runtime.schedule.session_fuzz import SessionHang, WrongSession, check_seed, make_story, tell
 
-SEEDS = 600
+SEEDS = 300
 LONG_SEEDS = 40_000
 
 
@@ -32,7 +32,7 @@ def test_random_stories() -> None:
     for seed in range(SEEDS):
         told = check_seed(seed, check=seed % 4 == 0)
         counted.update(told.counted)
-    assert min(counted.values()) > 50, "all of it happens"
+    assert min(counted.values()) > 25, "all of it happens"
 
 
 @pytest.mark.long

@@ -159,7 +159,7 @@ def test_chunks_of_others_keep_what_they_had() -> None:
     assert whole_waves({long: 740, short: 300}, [long], 128, 4, 2000) == {long: 512, short: 300}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 20))])
 def test_whole_waves_of_any_chunks(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(200):

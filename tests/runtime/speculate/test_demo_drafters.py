@@ -24,7 +24,7 @@ from tests.runtime.speculate.demo_acceptance import (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", WIDEST)
+@pytest.mark.parametrize("method", [pytest.param("mtp", marks=pytest.mark.long), "dflash"])
 def test_golden_tokens_at_the_recorded_acceptance(method: str) -> None:
     """Prompts that no drafter was trained on. A float's last bits may decide between two guesses, hence the margin."""
     finished, counters = serve(method)
@@ -72,7 +72,7 @@ def test_the_hybrid_and_the_layer_in_its_checkpoint(depth: int) -> None:
     assert found["accepted_length"] == pytest.approx(recorded["accepted_length"], rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tree_over_the_hybrid_keeps_more_than_a_chain() -> None:
     """Whose nodes go on from their parents' states, and whose path is taken in."""
     finished, counters = serve("mtp", tree_size=TREE_SIZES["mtp"], folder=HYBRID)

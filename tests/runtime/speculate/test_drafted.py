@@ -118,7 +118,7 @@ def test_rows_that_decode_beside_chunks(
     assert check_rounds(drafter, sequences(requests, life)) > 20
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("mtp", 2), ("dflash", 3)])
+@pytest.mark.parametrize(("kind", "depth"), [("mtp", 2), pytest.param("dflash", 3, marks=pytest.mark.long)])
 def test_trees_beside_chunks_guess_what_the_oracle_does(kind: str, depth: int, tmp_path: Path) -> None:
     """Paths of several nodes are kept in such steps, so their places, masks and entries are read afterwards."""
     drafter, requests = Drafter(kind, tmp_path, top_k=4), people(8, (5, 40, 17, 33))
@@ -128,7 +128,7 @@ def test_trees_beside_chunks_guess_what_the_oracle_does(kind: str, depth: int, t
     assert check_rounds(drafter, sequences(requests, life)) > 20
 
 
-@pytest.mark.parametrize(("kind", "depth"), covering(KINDS, (0, 2), at_once=1))
+@pytest.mark.parametrize(("kind", "depth"), [pytest.param("mtp", 0, marks=pytest.mark.long), ("dflash", 2)])
 def test_rows_that_are_evicted_are_shown_everything_again(kind: str, depth: int, tmp_path: Path) -> None:
     drafter, requests = Drafter(kind, tmp_path), people(6, (20,), max_tokens=40)
     life = drafted(drafter, requests, 6, depth=depth, **LIMITS_OF_EVICTION)
@@ -163,7 +163,7 @@ def test_a_prefix_hit_leaves_the_tokens_right(kind: str, tmp_path: Path) -> None
     assert drafted(drafter, requests, 3, depth=2, rows=2).counters["prefix_hit_tokens"] > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("dflash", marks=pytest.mark.long)])
 def test_windows_that_reach_past_the_context(kind: str, tmp_path: Path) -> None:
     requests = people(3, (20,), max_tokens=100, temperature=0.0)
     life = live(requests, depth=2, widths=(8,), proposer=Drafter(kind, tmp_path), max_model_len=64, **ROOM)

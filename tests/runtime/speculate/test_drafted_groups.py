@@ -44,7 +44,13 @@ def everyones(made: list[Recorder], make: MakeProposer) -> MakeProposer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "depth"), [pytest.param("mtp", 0, marks=pytest.mark.long), ("dflash", 2), ("qwen3.5-moe", 2)], ids=str
+    ("kind", "depth"),
+    [
+        pytest.param("mtp", 0, marks=pytest.mark.long),
+        pytest.param("dflash", 2, marks=pytest.mark.long),
+        ("qwen3.5-moe", 2),
+    ],
+    ids=str,
 )
 def test_every_group_guesses_what_the_oracle_does(kind: str, depth: int, tmp_path: Path) -> None:
     """Windows only with at most two rows: so widths differ between groups, and change while others prefill."""

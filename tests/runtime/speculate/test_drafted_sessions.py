@@ -25,6 +25,7 @@ from runtime.schedule.plan import TRASH_BLOCK, Evicted, Refused
 from runtime.schedule.request import Request
 from tests.models.tiny_delta import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import check_all_is_back
 from tests.runtime.engine.rig import request, rig
@@ -48,7 +49,6 @@ MODELS = [
     ("qwen3.5", "dflash"),
 ]
 ALWAYS = {
-    ("dense", "mtp", 2),
     ("dense", "dflash", 2),
     ("dense", "eagle3", 2),
     ("qwen3.5", "own mtp", 2),
@@ -434,12 +434,12 @@ def not_shown(story: Story) -> Callable[[str, int], None]:
 @pytest.mark.parametrize(
     ("target", "kind", "mutant", "texts"),
     [
-        ("dense", "mtp", zeroed, 0),
+        long("dense", "mtp", zeroed, 0),
         ("dense", "mtp", stale, 0),
         ("dense", "mtp", not_copied, 0),
-        ("dense", "mtp", not_shown, 1),
+        long("dense", "mtp", not_shown, 1),
         ("dense", "dflash", zeroed, 0),
-        ("dense", "dflash", not_copied, 4),
+        long("dense", "dflash", not_copied, 4),
         ("dense", "dflash", not_shown, 0),
         pytest.param("qwen3.5", "own mtp", stale, 0, marks=pytest.mark.long),
         pytest.param("qwen3.5", "own mtp", not_copied, 0, marks=pytest.mark.long),

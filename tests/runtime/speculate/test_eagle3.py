@@ -199,7 +199,9 @@ def test_windows_beside_chunks_guess_what_the_oracle_does(tmp_path: Path) -> Non
     assert check_rounds(head, sequences(requests, life), every=2) > 10
 
 
-@pytest.mark.parametrize(("depth", "how"), [(0, {}), (2, {}), (2, {"tree": 16})], ids=str)
+@pytest.mark.parametrize(
+    ("depth", "how"), [pytest.param(0, {}, marks=pytest.mark.long), (2, {}), (2, {"tree": 16})], ids=str
+)
 def test_a_prefix_hit_restores_the_heads_entries(depth: int, how: dict[str, Any], tmp_path: Path) -> None:
     check_prefix_hits(Head(tmp_path, top_k=4 if how else 0), 5, depth=depth, **how)
 

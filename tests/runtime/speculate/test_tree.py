@@ -24,6 +24,7 @@ from runtime.speculate.dflash import DFlashProposer
 from runtime.speculate.mtp import MTPProposer
 from runtime.speculate.tree import FLOOR, grow
 from tests.plant import Op, plant
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import Life
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.speculate.recorded import Drafter, check_rounds
@@ -113,7 +114,7 @@ def treed(drafter: Drafter, *, depth: int, width: int = 5, size: int = 16, **lim
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth", "ids"), [("mtp", 0, None), ("mtp", 2, IDS), ("dflash", 0, IDS), ("dflash", 2, None)]
+    ("kind", "depth", "ids"), [long("mtp", 0, None), ("mtp", 2, IDS), long("dflash", 0, IDS), ("dflash", 2, None)]
 )
 def test_trees_grow_around_what_the_oracle_guesses(
     kind: str, depth: int, ids: tuple[int, ...] | None, tmp_path: Path

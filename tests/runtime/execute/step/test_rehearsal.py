@@ -28,6 +28,7 @@ from tests.dispatch_mode import DispatchMode
 from tests.models.tiny_delta import FAMILIES
 from tests.plant import Op, name_of, plant, width_of
 from tests.runtime.engine.rig import TINY
+from tests.selection import covering
 
 BUCKETS = (2, 8)
 MEMORY = 64 << 20
@@ -148,8 +149,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("warm", [("greedy",), ("penalised", "greedy", "random"), ("greedy", "filtered")])
-@pytest.mark.parametrize("proposing", [False, True])
+@pytest.mark.parametrize(
+    ("proposing", "warm"),
+    covering((False, True), [("greedy",), ("penalised", "greedy", "random"), ("greedy", "filtered")], at_once=1),
+)
 def test_every_warm_variant_is_tried_and_the_most_that_one_held_is_set_aside(
     folder: Path, monkeypatch: pytest.MonkeyPatch, warm: tuple[str, ...], proposing: bool
 ) -> None:
