@@ -348,7 +348,8 @@ MODELS |= {
         GEMMA4
         | {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
         | {"global_head_dim": 20, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
-        | {"moe_intermediate_size": 12},
+        | {"moe_intermediate_size": 12, "num_hidden_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},  # each more layer doubles what rounding moves
     ),
 }
 TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4", "Gemma4Unified")  # text parts of models for images
