@@ -57,6 +57,20 @@ _FEWEST_QUERY_ROWS = 8, 16  # columns of the narrowest product by TMA, rows of t
 
 
 @triton.jit
+def _plus_values(v, weights, even, odd, decay, PAIRS: tl.constexpr):
+    """Sums [D, ROWS] of values [BLOCK_N, D] by weights [BLOCK_N, ROWS], added to ``even``, times ``decay``. PAIRS: of
+    float8 codes, int16 [BLOCK_N, D / 2], which turns faster than single bytes; even dims and odd dims apart."""
+    if PAIRS:
+        low = v.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (v >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        even = tl.dot(tl.trans(low), weights.to(tl.float16), even * decay[None, :])
+        odd = tl.dot(tl.trans(high), weights.to(tl.float16), odd * decay[None, :])
+    else:
+        even = tl.dot(tl.trans(v), weights.to(v.dtype), even * decay[None, :])
+    return even, odd
+
+
+@triton.jit
 def _by_tma(
     q, keys_ptr, values_ptr, keys_desc, values_desc, table_row, held, newest_page, length, count, begin, whole, end,
     head, rows, scale_log2e, K, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
@@ -64,17 +78,23 @@ def _by_tma(
 ):  # fmt: skip
     """The same of blocks ``begin`` to ``end``, those before ``whole`` by TMA; ``held``: the first one's page,
     ``newest_page``: with ONE_NEWEST, that of block ``whole``."""
-    dims = tl.arange(0, D)
+    PAIRS: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
+    WIDE: tl.constexpr = D // 2 if PAIRS else D
+    dims, value_dims = tl.arange(0, D), tl.arange(0, WIDE)
+    if PAIRS:
+        pairs_ptr = values_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        pairs_ptr = values_ptr
     if ONE_NEWEST:
         newest = whole * BLOCK_N + tl.arange(0, BLOCK_N)
-        newest_where = ((newest_page * PAGE + newest % PAGE) * K + head)[:, None] * D + dims[None, :]
+        newest_head = ((newest_page * PAGE + newest % PAGE) * K + head)[:, None]
         newest_mask = (newest < length)[:, None] & (whole < end)
-        newest_k = tl.load(keys_ptr + newest_where, mask=newest_mask, other=0.0)
-        newest_v = tl.load(values_ptr + newest_where, mask=newest_mask, other=0.0)
+        newest_k = tl.load(keys_ptr + newest_head * D + dims[None, :], mask=newest_mask, other=0.0)
+        newest_v = tl.load(pairs_ptr + newest_head * WIDE + value_dims[None, :], mask=newest_mask, other=0)
     across = tl.trans(q)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     totals = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    acc = tl.zeros((D, ROWS), tl.float32)
+    acc, odd = tl.zeros((WIDE, ROWS), tl.float32), tl.zeros((WIDE, ROWS), tl.float32)
     for block in tl.range(begin, whole, num_stages=STAGES):
         first = held * PAGE + block * BLOCK_N % PAGE
         # The next block's page, one step ahead: otherwise loads would wait for loads.
@@ -82,8 +102,8 @@ def _by_tma(
         k = keys_desc.load([first, head * D]).to(q.dtype)
         weights, peak, decay = weights_of_keys(tl.dot(k, across) * scale_log2e, peak, 0)
         totals = totals * decay[None, :] + weights
-        v = values_desc.load([first, head * D]).to(q.dtype)
-        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+        v = values_desc.load([first, head * WIDE])
+        acc, odd = _plus_values(v, weights, acc, odd, decay, PAIRS)
     if ONE_NEWEST:
         if whole < end:
             # Masked once more: as loaded, the tile would go to shared memory, and be waited for, before the loop.
@@ -92,7 +112,7 @@ def _by_tma(
             scores = tl.where((newest < length)[:, None], scores, -float("inf"))
             weights, peak, decay = weights_of_keys(scores, peak, 0)
             totals = totals * decay[None, :] + weights
-            acc = tl.dot(tl.trans(newest_v.to(q.dtype)), weights.to(q.dtype), acc * decay[None, :])
+            acc, odd = _plus_values(newest_v, weights, acc, odd, decay, PAIRS)
     else:
         visible = length - count + 1 + rows // GROUP  # keys that each query may see
         if not CAUSAL:
@@ -100,15 +120,17 @@ def _by_tma(
         for block in tl.range(whole, end, num_stages=1):
             keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
             page = tl.load(table_row + block * BLOCK_N // PAGE).to(tl.int64)
-            where = ((page * PAGE + keys % PAGE) * K + head)[:, None] * D + dims[None, :]
+            where = ((page * PAGE + keys % PAGE) * K + head)[:, None]
             mask = (keys < length)[:, None]
-            k = tl.load(keys_ptr + where, mask=mask, other=0.0).to(q.dtype)
+            k = tl.load(keys_ptr + where * D + dims[None, :], mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(k, across) * scale_log2e
             scores = tl.where(keys[:, None] < visible[None, :], scores, -float("inf"))
             weights, peak, decay = weights_of_keys(scores, peak, 0)
             totals = totals * decay[None, :] + weights
-            v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :])
+            v = tl.load(pairs_ptr + where * WIDE + value_dims[None, :], mask=mask, other=0)
+            acc, odd = _plus_values(v, weights, acc, odd, decay, PAIRS)
+    if PAIRS:
+        acc = tl.reshape(tl.permute(tl.join(acc, odd), (0, 2, 1)), (D, ROWS))
     return tl.trans(acc), peak, tl.sum(totals, 0)
 
 
@@ -117,7 +139,8 @@ def _attend_list_kernel(
     q_ptr,  # q [T, H, D], or packed qkv [T, (H + 2K) * D] when ROPE
     keys_ptr, values_ptr,
     keys_desc,  # when TMA: the same as keys_ptr, [pages * S, K * D] in boxes of [BLOCK_N, D]
-    values_desc, page_table_ptr,
+    values_desc,  # likewise; of float8 codes pairs of them, as int16
+    page_table_ptr,
     units_ptr,  # DecodeWork.units_U4
     starts_ptr,  # int32 [B], when RAGGED: each row's first token, and how many it has, at most QUERY_LEN
     queries_ptr,
@@ -260,8 +283,12 @@ def attend_list(
         out_THD = torch.empty(tokens, heads, head_dim, dtype=q_TX.dtype, device=q_TX.device)
     out, *out_scale = memory_of(out_THD)
     slots = rows * kv_heads * (most + -(-most // MERGED_AT_ONCE))
-    boxes = kv_layer.view(2, -1, kv_heads * head_dim) if tma else kv_layer
-    keys, values = (TensorDescriptor.from_tensor(each, [block_n, head_dim]) if tma else each for each in boxes)
+    keys, values = kv_layer.view(2, -1, kv_heads * head_dim) if tma else kv_layer
+    if tma:
+        values = values.view(torch.int16) if kv_layer.dtype == FP8 else values
+        keys, values = (
+            TensorDescriptor.from_tensor(each, [block_n, each.shape[1] // kv_heads]) for each in (keys, values)
+        )
     _attend_list_kernel[(min(programs, kv_heads * (len(work.units_U4) - 1)),)](
         q_TX, kv_layer[0], kv_layer[1], keys, values, inputs.page_table_BP, work.units_U4,
         inputs.kv_lengths_B if inputs.starts_B is None else inputs.starts_B,

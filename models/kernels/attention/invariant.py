@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import DecodeAttention, PrefillAttention
+from models.kernels.attention.kv_element import as_query
 from models.kernels.attention.prefill import Blocks, heads_of_a_tile, launch_over_tiles
 from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.attention.query import capped, kind_arguments, kind_constants, padded_dim, with_sinks
@@ -158,12 +159,15 @@ def _write(out_ptr, acc, total, query, head, count, H, ROWS: tl.constexpr, D: tl
 
 
 @triton.jit
-def _load_queries(q_ptr, count, H, PACK: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile [BLOCK_M, BLOCK_D]: PACK heads of each of ``count`` tokens, zeros after them."""
+def _load_queries(
+    q_ptr, count, H, PACK: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    held: tl.constexpr,
+):  # fmt: skip
+    """A tile [BLOCK_M, BLOCK_D]: PACK heads of each of ``count`` tokens, ``as_query``, zeros after them."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = rows // PACK
     where = (query * H + rows % PACK)[:, None] * D + dims[None, :]
-    return tl.load(q_ptr + where, mask=(query < count)[:, None] & (dims < D)[None, :], other=0.0)
+    return as_query(tl.load(q_ptr + where, mask=(query < count)[:, None] & (dims < D)[None, :], other=0.0), held)
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -200,7 +204,7 @@ def _invariant_prefill_kernel(
             table_row = page_table_ptr + tl.load(tile + 3).to(tl.int64) * table_width
             query, head = tl.arange(0, BLOCK_M) // PACK, tl.arange(0, BLOCK_M) % PACK
             first = (tl.load(tile).to(tl.int64) * K * GROUP + part * PACK) * D
-            q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
+            q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D, keys_ptr.dtype.element_ty)
             kv = part * PACK // GROUP * D
             acc, peak, total = _all_chunks(
                 q, position + query, keys_ptr + kv, values_ptr + kv, table_row, position + count, scale_log2e, cap, K,
@@ -275,7 +279,7 @@ def _invariant_decode_kernel(
         if not CAUSAL:
             last = tl.full((BLOCK_M,), -1, tl.int32) + length
         first = ((first_token + tile * tokens) * K * GROUP + part * PACK) * D
-        q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D)
+        q = _load_queries(q_ptr + first, count, K * GROUP, PACK, BLOCK_M, D, BLOCK_D, keys_ptr.dtype.element_ty)
         kv = part * PACK // GROUP * D
         if APART:
             partial = partial_ptr + unit * most * (REAL_ROWS * BLOCK_D)

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import PrefillAttention
+from models.kernels.attention.kv_element import as_query
 from models.kernels.attention.prefill_tiles import RepeatedTiles, Tiles
 from models.kernels.attention.query import capped, kind_arguments, kind_constants, padded_dim, with_sinks
 from models.kernels.interface import PLAIN, AttentionKind
@@ -78,7 +79,7 @@ def _prefill_attention_kernel(
             mask = (query < count)[:, None] & (dims < D)[None, :]
             first = (token * K * GROUP + part * PACK) * D
             where = (query * K * GROUP + rows % PACK)[:, None] * D + dims[None, :]
-            q = tl.load(q_ptr + first + where, mask=mask, other=0.0)
+            q = as_query(tl.load(q_ptr + first + where, mask=mask, other=0.0), keys_ptr.dtype.element_ty)
             head = part * PACK // GROUP * D
             last = position + query  # the last key that each row of the tile sees
             keys = position + count  # of the tile

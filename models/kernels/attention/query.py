@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.kernels.attention.kv_element import as_element
+from models.kernels.attention.kv_element import as_element, as_query
 from models.kernels.attention.rope_decode import angles, norm_weights, normed_and_rotated
 from models.kernels.dependent_launch import prefetch_to_l2
 from models.kernels.interface import AttentionKind, Rotation
@@ -58,7 +58,7 @@ def query(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, ROPE: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one row and kv head [rows, BLOCK_D] in q's dtype; zeros beyond GROUP * count."""
+    """The queries of one row and kv head [rows, BLOCK_D], ``as_query``; zeros beyond GROUP * count."""
     dims = tl.arange(0, BLOCK_D)
     token = first + rows // GROUP
     q_head = head * GROUP + rows % GROUP
@@ -83,7 +83,7 @@ def query(
     else:
         q_where = (token * K * GROUP + q_head)[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + q_where, mask=row_mask[:, None] & (dims < D)[None, :], other=0.0)
-    return q
+    return as_query(q, keys_ptr.dtype.element_ty)
 
 
 @triton.jit

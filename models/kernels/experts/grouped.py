@@ -140,7 +140,7 @@ def _grouped_kernel(
                         x_scale = tl.load(in_scale_ptr + at + rows, mask=asked, other=0.0)
                         acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
                     else:
-                        acc += tl.dot(w.to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
+                        acc += tl.dot(w.to(tl.float32).to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
         if BIAS:
             result += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]

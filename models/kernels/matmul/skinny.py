@@ -106,7 +106,7 @@ def _skinny_kernel(
                 x_scale = tl.load(x_scale_ptr + group * x_pitch + rows, mask=rows < M, other=0.0)
                 acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
             else:
-                acc += tl.dot(w.to(x.dtype), tl.trans(x)) * factor
+                acc += tl.dot(w.to(tl.float32).to(x.dtype), tl.trans(x)) * factor
     if PDL and LATE:
         gdc_launch_dependents()
 
