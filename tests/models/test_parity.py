@@ -318,7 +318,9 @@ MODELS |= {
         | {"position_embedding_type": "rope", "rope_parameters": DEFAULT},
     ),
 }
-"""Full layers with heads of another size and number, and with keys for values in the first of both."""
+"""Full layers with heads of another size and number, with keys for values in the first of the models. Scores have scale
+1: each layer multiplies what rounding moves, so the other models have two.
+"""
 GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "num_hidden_layers": 4,
@@ -341,7 +343,8 @@ MODELS |= {
         "Gemma4Unified",
         {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
         | {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 28, "num_key_value_heads": 4, "head_dim": 14}
-        | {"global_head_dim": 20, "tie_word_embeddings": False, "final_logit_softcapping": None},
+        | {"global_head_dim": 20, "tie_word_embeddings": False, "final_logit_softcapping": None}
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "gemma4-experts": (
         "Gemma4",
@@ -349,7 +352,7 @@ MODELS |= {
         | {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 2, "head_dim": 10}
         | {"global_head_dim": 20, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
         | {"moe_intermediate_size": 12, "num_hidden_layers": 2}
-        | {"layer_types": ["sliding_attention", "full_attention"]},  # each more layer doubles what rounding moves
+        | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
 TEXT_CONFIGS = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "Gemma4", "Gemma4Unified")  # text parts of models for images

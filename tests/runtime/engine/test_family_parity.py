@@ -23,7 +23,7 @@ from tests.runtime.engine.rig import request, run
 
 NEW = 64
 LENGTHS = (1, 2, 9, 70, 300, 700)
-AS_GOOD = 1e-4  # between two logits, which float32 sums in other orders may exchange
+AS_GOOD = 1e-3  # between two logits, which float32 sums in other orders may exchange; logits spread by about 1
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
