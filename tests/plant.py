@@ -50,7 +50,7 @@ from models.ops.contract import Ops
 from models.ops.select import reference_ops
 from models.ops.table import INVARIANT, Row, TableOps
 from runtime.execute.proposer import Proposer
-from runtime.execute.sampling import prompt_logprobs
+from runtime.execute.sampling.prompt_logprobs import LogprobFeature, StepPromptLogprobs
 from runtime.execute.step import commit, drafts, gather, packed_pass, row_step, step_io_kernels
 from runtime.execute.step.drafts import DraftTokens
 from runtime.execute.step.graphs import RowGraphs
@@ -116,9 +116,10 @@ PARTS: dict[str, tuple[Owner, str]] = {
     "mixed.rehearse": (PackedStep, "rehearse"),
     # draw(local_TV, sampling, variant, view, drafted) -> (Draw, Verdict, what is reported)
     "tail.draw": (Tail, "_draw"),
-    # token_logprobs(logits_BV, tokens_B, top) -> TokenLogprobs
-    "tail.logprobs": (prompt_logprobs, "token_logprobs"),
-    "prompt.logprobs": (prompt_logprobs, "token_logprobs"),
+    # report(logits_TV, tokens_T, variant) -> TokenLogprobs of sampled tokens
+    "tail.logprobs": (LogprobFeature, "report"),
+    # fill(hidden_TN, scored_2S, logits_of): those of a step's prompt tokens
+    "prompt.logprobs": (StepPromptLogprobs, "fill"),
     # kernels_for(tensor) -> StepKernels (gather, commit, what a proposer observes); None: torch
     "step.kernels": (step_io_kernels, "kernels_for"),
 }

@@ -43,9 +43,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of the stages: for drawn tokens ("tail"), and for those of prompts ("prompt_logprobs")."""
     found: Counter[str] = Counter()
 
-    def counted(name: str, token_logprobs: Op, *given: Any) -> Any:
+    def counted(name: str, stage: Op, *given: Any) -> Any:
         found[name] += 1
-        return token_logprobs(*given)
+        return stage(*given)
 
     plant(monkeypatch, partial(counted, "tail"), part="tail.logprobs")
     plant(monkeypatch, partial(counted, "prompt_logprobs"), part="prompt.logprobs")

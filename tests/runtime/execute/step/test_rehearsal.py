@@ -31,7 +31,7 @@ from tests.runtime.engine.rig import TINY
 from tests.selection import covering
 
 BUCKETS = (2, 8)
-MEMORY = 64 << 20
+MEMORY = 128 << 20
 _WeakStorage: Any = StorageWeakRef  # torch's, not annotated
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
