@@ -270,7 +270,7 @@ def _engine(
     if watchdog is not None:
         watchdog.attend(scheduler.digest, observe.recent)
         executor.surround_captures(lambda: watchdog.phase("capture", CAPTURE_SECONDS))
-    at_end, release = load_report(config, model, split), _release(executor, model)
+    at_end, release = load_report(config, model, split), partial(_release, executor, model)
     groups, router = _groups(config, control, exchange)
     thaw = freeze_heap()  # last: the model, its graphs and every package that they need are there
     late = PlanLate(depth) if config.plan_late and control.rank == 0 else None
@@ -279,16 +279,12 @@ def _engine(
     )
 
 
-def _release(executor: Executor, model: Decoder) -> Callable[[], None]:
+def _release(executor: Executor, model: Decoder) -> None:
     """What is done when the device is at rest. A closed engine that a program still refers to holds no memory: another
     engine may want it.
     """
-
-    def release() -> None:
-        executor.pool.release()
-        give_back(model.parameters())
-
-    return release
+    executor.pool.release()
+    give_back(model.parameters())
 
 
 def _fp8_activations(config: EngineConfig) -> str:
@@ -313,6 +309,7 @@ def _executor_config(
     exchange: TokenExchange | None,
     ranks: int,
 ) -> ExecutorConfig:
+    steps = config.decode_buckets, limits.max_prefill_tokens, _tokens_beside(config, limits), limits.window
     return ExecutorConfig(
         limits=limits,
         decode_buckets=config.decode_buckets,
@@ -322,11 +319,7 @@ def _executor_config(
         share=share,
         kernel_cache=kernel_cache,
         warm_variants=warm_variants(config.warm, ranks),
-        exchanges=()
-        if exchange is None
-        else exchange_buckets(
-            config.decode_buckets, limits.max_prefill_tokens, _tokens_beside(config, limits), limits.window
-        ),
+        exchanges=() if exchange is None else exchange_buckets(*steps),
         prefill_buckets=_prefill_buckets(config),
         mixed=_mixes(config, limits),
         mixed_windows=_windows_beside(config),
@@ -401,7 +394,5 @@ def _schedule(config: EngineConfig, limits: StepLimits, executor: Executor) -> S
 def _snapshot_policy(config: EngineConfig, count: int) -> SnapshotPolicy | None:
     if not count:
         return None
-    interval = config.snapshot_interval
-    if interval is None:
-        interval = max(1, config.max_prefill_tokens // config.block_size)
-    return SnapshotPolicy(count, interval)
+    usual = max(1, config.max_prefill_tokens // config.block_size)
+    return SnapshotPolicy(count, usual if config.snapshot_interval is None else config.snapshot_interval)

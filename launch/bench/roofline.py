@@ -82,12 +82,8 @@ class Shape:
         hidden, matrices = sizes.hidden_size, 2 if sizes.blocks else 3  # of an MLP
         dense = sum(_attention(sizes, hidden, spec, gates=int(delta is not None)) for spec in specs)
         dense += sizes.vocab_size * hidden
-        dense += (
-            matrices
-            * hidden
-            * sizes.intermediate_size
-            * (sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - alone)
-        )
+        mlps = sizes.blocks.count("mlp") if sizes.blocks else sizes.layers - alone
+        dense += matrices * hidden * sizes.intermediate_size * mlps
         kept, latent, state, window = sizes.vocab_size * hidden, 0, 0, 0
         if experts is not None:
             kept += sparse * experts.count * hidden
