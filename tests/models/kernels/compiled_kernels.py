@@ -45,7 +45,9 @@ from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
 from parallel.layers.weight import Weight, WeightFormat, fp8, int4, mxfp4, nvfp4
 from runtime.execute.cache.block_copy_triton import copy_blocks, move_entries
-from runtime.execute.sampling import draft_tree_triton, rejection_triton
+from runtime.execute.sampling import draft_tree_triton, rejection_triton, token_tables_triton
+from runtime.execute.sampling.draft_tree import DraftTree
+from runtime.execute.slots.feature import RowView
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.packed_step import shorter_prefills
 from runtime.speculate import draft_triton
@@ -96,6 +98,7 @@ def dense(driver: CompilingDriver) -> None:
     draft_trees(driver)
     windows(driver)
     drawn_guesses(driver)
+    grammar_tables(driver)
     fp8_products(driver)
     four_bit_products(driver)
     same_bits(driver, "8b", buckets=(1, 64))
@@ -220,6 +223,25 @@ def drawn_guesses(driver: CompilingDriver) -> None:
                     token=0,
                     accept=1,
                 )
+
+
+def grammar_tables(driver: CompilingDriver) -> None:
+    """Rows with tables of grammars: a token a row, windows and trees of 8."""
+    driver.where = "grammar tables"
+
+    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    batch, vocab = 8, 151936
+    tables = made(16, 1 << 20, dtype=torch.int16), made(batch + 1, 4, dtype=torch.int32)
+    tree = DraftTree(made(batch, 8), made(batch, 8), made(batch, 8, dtype=torch.int32))
+    for width, nodes in ((1, None), (8, None), (8, tree)):
+        rows = batch * width
+        token_tables_triton.mask_by_tables(
+            made(rows, vocab, dtype=torch.float32), (tables, made(rows), made(rows, dtype=torch.int32)), 0
+        )
+        token_tables_triton.table_states(tables, RowView(made(batch), made(batch, width), nodes))
+    token_tables_triton.advance_tables(tables, made(batch), made(batch), made(batch, dtype=torch.bool))
 
 
 def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:
@@ -728,6 +750,7 @@ def small_gpus(driver: CompilingDriver) -> None:
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "drawn": drawn_guesses,
+    "grammars": grammar_tables,
     "more-dense": more_dense,
     "experts": experts,
     "more-experts": more_experts,
