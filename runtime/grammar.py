@@ -28,7 +28,8 @@ from runtime.grammar_tables.automaton import known
 from runtime.grammar_tables.token_table import TokenTable
 from runtime.schedule.request import Request, SamplingParams
 
-MOST_COMPILED: Final = 64  # grammars that are kept, the latest ones
+MOST_COMPILED: Final = 16  # grammars that are kept, the latest ones: of one that takes much work 90 MB
+MOST_CHECKED: Final = 64  # the same where only the verdict is kept
 MASK_THREADS: Final = 8  # at most, that compute masks of several rows
 WORD_BITS: Final = 32
 _LIMITS: Final = {
@@ -134,7 +135,7 @@ class Grammars:
         with self._lock:
             future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
             self._compiled[grammar] = future
-            if len(self._compiled) > MOST_COMPILED:
+            if len(self._compiled) > (MOST_COMPILED if self._keeps else MOST_CHECKED):
                 self._compiled.popitem(last=False)
         return future
 

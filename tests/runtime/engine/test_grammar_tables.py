@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parallel.comm.collectives import SingleRank
+from parallel.control.interface import SingleRankControl
+from runtime.build import build_engine
+from runtime.config import EngineConfig
 from runtime.frontend.structured import structured
 from runtime.grammar import Grammars
 from runtime.schedule.plan import StepOutput
@@ -20,12 +26,13 @@ from tests.plant import invariant_kernels
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.lives import live, oracle, same
 from tests.runtime.engine.replay_proposer import script_of
-from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_grammar import DIGITS, EOS, GRAMMARS, JSON, SHAPE, VOCABULARY, check, mixture
 from tests.runtime.engine.test_grammar_masks import NGRAM, grammars_change_no_bit
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers
+from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
 
@@ -163,6 +170,24 @@ def test_more_grammars_than_places(tabled: Grammars) -> None:
     life = live(requests, depth=2, rows=20, grammars=tabled)
     same(life, oracle(requests, grammars=GRAMMARS))
     assert life.counters["grammar_tabled"] > 16
+
+
+def test_an_engine_makes_its_tables_in_a_process(tmp_path: Path) -> None:
+    """As it is built: rank 0 has a maker, and the first requests begin under their matcher."""
+    (folder := tiny_folder(tmp_path)).joinpath("tokenizer.json").write_text(small_tokenizers.byte_level().to_json())
+    config = EngineConfig(
+        model=str(folder), load_format="dummy", device="cpu", max_num_seqs=2, num_blocks=60, max_model_len=128
+    )
+    fields: dict[str, Any] = {"stops": (EOS,), "max_tokens": 30, "grammar": DIGITS, "temperature": 1.0}
+    until = time.monotonic() + 120
+    with build_engine(
+        config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu"
+    ) as engine:
+        first = run(engine, [request(0, [5, 6, 7], **fields)])[0]
+        while engine.counters["grammar_tabled"] == 0:
+            assert time.monotonic() < until
+            again = run(engine, [request(0, [5, 6, 7], **fields)])[0]
+    assert again.token_ids == first.token_ids
 
 
 def test_in_the_deterministic_mode_they_change_no_bit(tabled: Grammars) -> None:

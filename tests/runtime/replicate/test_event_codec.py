@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from runtime.replicate import event_codec
 from runtime.replicate.event_codec import EventsRefused, decode_events, encode_events, most_bytes
-from runtime.schedule.plan import Admit, Branch, Cancel, Continue, Event, Extend, Pause, ResetPrefixCache, Resume
+from runtime.schedule.plan import (
+    Admit,
+    Branch,
+    Cancel,
+    Continue,
+    Event,
+    Extend,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Tabled,
+)
 from runtime.schedule.request import NUMBERS, Field, FinishReason, Request, SamplingParams, packed
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
@@ -51,6 +62,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Continue, IDS, COUNTS, COUNTS),
     st.builds(Extend, IDS, COUNTS, TOKENS.map(packed), COUNTS, COUNTS),
     st.builds(Branch, IDS, IDS, st.booleans()),
+    st.builds(Tabled, st.binary(max_size=16), st.binary(max_size=99)),
 )
 PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
 
