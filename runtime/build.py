@@ -198,7 +198,9 @@ def _load(
 def _grammars(config: EngineConfig, served: ServedModel, *, leads: bool) -> Grammars:
     of = partial(tokenizer_json, config.model), served.vocab_size, served.eos_token_ids
     grammars = Grammars(*of)
-    if leads:
+    if not Path(config.model, "tokenizer.json").is_file():
+        grammars.places = 0
+    elif leads:
         grammars.maker = TableMaker(*of)
     if config.device == "cuda":
         grammars.warm()  # in a thread; else the first request with a grammar would wait for it

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -27,10 +28,12 @@ import numpy.typing as npt
 from runtime.grammar_tables.automaton import known
 from runtime.grammar_tables.token_table import TokenTable
 from runtime.schedule.request import Request, SamplingParams
+from runtime.schedule.tables import PLACES
 
 MOST_COMPILED: Final = 16  # grammars that are kept, the latest ones: of one that takes much work 90 MB
 MOST_CHECKED: Final = 64  # the same where only the verdict is kept
 MASK_THREADS: Final = 8  # at most, that compute masks of several rows
+REPLICAS: Final = 4  # of a compiled grammar: copies of one matcher wait for each other
 WORD_BITS: Final = 32
 _LIMITS: Final = {
     "initial_lexer_fuel": 200_000,  # to compile one: 10 ms; where its text is forced, 0.1 s and 35 MB
@@ -105,8 +108,10 @@ class Grammars:
         self.counters = GrammarCounters()
         self.tables: dict[bytes, TokenTable] = {}
         self.maker: MakesTables | None = None
+        self.places = PLACES  # on the device, for tables; 0: requests have no grammars
         self._tokenizer_json = tokenizer_json
-        self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[list[Any] | None]] = OrderedDict()
+        self._copies = 0
         self._lock = threading.Lock()
 
     @cached_property
@@ -130,8 +135,9 @@ class Grammars:
         except BaseException as error:  # the library raises plain ones, or panics
             raise GrammarError(f"structured output is not possible with this tokenizer: {error}") from error
 
-    def begin(self, grammar: str) -> Future[Any]:
-        """Compile it in another thread. The future raises GrammarError for one that cannot be used."""
+    def begin(self, grammar: str) -> Future[list[Any] | None]:
+        """Compile it in another thread. The future raises GrammarError for one that cannot be used; its matchers become
+        more in time."""
         with self._lock:
             future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
             self._compiled[grammar] = future
@@ -147,13 +153,21 @@ class Grammars:
         """Raises GrammarError if it cannot be used. Waits until it is compiled."""
         self.begin(grammar).result()
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: str) -> list[Any] | None:
         began = perf_counter()
         try:
-            return self._compiled_matcher(grammar)
+            matchers = [self._compiled_matcher(grammar)]
         finally:
             self.counters.grammar_compiles += 1
             self.counters.grammar_compile_seconds += perf_counter() - began
+        if not self._keeps:
+            return None
+        threads = self.__dict__.get("_threads")
+        if threads is not None and not known(grammar):  # else most rows soon have a table
+            with suppress(RuntimeError):  # at the end
+                for _ in range(REPLICAS - 1):
+                    threads.submit(lambda: matchers.append(self._compiled_matcher(grammar)))
+        return matchers
 
     def _compiled_matcher(self, grammar: str) -> Any:
         matcher = _matcher(self._tokens, grammar)
@@ -162,13 +176,15 @@ class Grammars:
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             why = matcher.get_error().split("\n")[0] or "no text is allowed"
             raise GrammarError(" ".join(why.split()))
-        return matcher if self._keeps else None
+        return matcher
 
     def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
         """For a request that has generated ``answer``. Waits until its grammar is compiled."""
         began = perf_counter()
         try:
-            compiled = self.begin(sampling.grammar).result().deep_copy()
+            replicas = self.begin(sampling.grammar).result() or ()
+            self._copies += 1
+            compiled = replicas[self._copies % len(replicas)].deep_copy()
         except GrammarError as error:
             log.error("a request ends, since this rank cannot use its grammar: %s", error)
             compiled = None

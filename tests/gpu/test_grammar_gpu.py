@@ -72,11 +72,12 @@ def test_a_warm_grammar_captures_nothing_late() -> None:
         assert engine.counters["graph_captures_after_warmup"] == 0
 
 
-def test_tables_give_the_tokens_of_the_host(tabled: Grammars) -> None:
+def test_tables_give_the_tokens_of_the_host() -> None:
     requests = on_cpu.mixture(18)
     with gpu_rig("triton", depth=0, dtype=torch.float32, shape=OVER, grammars=on_cpu.GRAMMARS) as engine:
         by_host = run(engine, requests)
     for depth in (0, 3):
+        tabled = with_tables(small_grammars(on_cpu.VOCABULARY, on_cpu.EOS), (on_cpu.EOS,))
         with gpu_rig("triton", depth=depth, dtype=torch.float32, shape=OVER, grammars=tabled) as engine:
             assert outcome(run(engine, requests)) == outcome(by_host)
             assert engine.counters["grammar_tabled"] >= 6
@@ -86,7 +87,7 @@ def test_tables_in_draft_windows(tabled: Grammars) -> None:
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     requests = on_cpu.mixture(18)
     rule, proposer = Speculation(4, mixed_percent=0), proposer_for(speculative_config(keys))
-    with gpu_rig(depth=2, shape=OVER, grammars=tabled, proposer=proposer, speculation=rule) as engine:
+    with gpu_rig("triton", depth=2, shape=OVER, grammars=tabled, proposer=proposer, speculation=rule) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["grammar_tabled"] >= 6
 

@@ -20,7 +20,6 @@ from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.slots.feature import RowView, SlotFeature
 from runtime.grammar_tables.token_table import MOST_ENTRIES, SINK, START
 from runtime.schedule.plan import Constrained, SlotWrite
-from runtime.schedule.tables import PLACES
 
 BEGIN, NEXT, CLASSES, STATE = range(4)  # columns of ``rows_S4``
 
@@ -57,9 +56,9 @@ class TokenTableFeature(SlotFeature[TokenTables]):
         self.held: set[int] = set()
 
     def make(self, slots: int) -> TokenTables:
-        places = 1 if self.grammars is None else PLACES
-        entries = self.vocab_size + (1 if self.grammars is None else MOST_ENTRIES)
-        pool_PE = self.device.zeros(places, entries + entries % 2, dtype=torch.int16)
+        places = 0 if self.grammars is None else self.grammars.places
+        entries = self.vocab_size + (MOST_ENTRIES if places else 1)
+        pool_PE = self.device.zeros(max(places, 1), entries + entries % 2, dtype=torch.int16)
         return TokenTables(pool_PE, self.device.zeros(slots, 4, dtype=torch.int32))
 
     def write(self, writes: Sequence[SlotWrite]) -> dict[str, npt.NDArray[Any]]:
