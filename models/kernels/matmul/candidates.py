@@ -214,7 +214,7 @@ def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choi
     rows, halves, columns = shape.rows, 2 if shape.gate_up else 1, shape.block[1] or shape.inner
     found: list[Choice] = []
     if rows == 1 and columns % 8 == 0:
-        for block_o, chunk, warps in ((4, 1024, 4), (4, 512, 2), (1, 2048, 2), (2, 512, 2), (1, 512, 2)):
+        for block_o, chunk, warps in ((4, 1024, 4), (4, 512, 2), (1, 2048, 2), (2, 512, 2), (1, 512, 2), (4, 2048, 8)):
             block_o = max(1, block_o // halves)
             if shape.inner % chunk == 0 and shape.outputs // halves % block_o == 0:
                 found.append(Gemv(block_o, chunk, warps))
