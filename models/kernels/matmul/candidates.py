@@ -12,7 +12,18 @@ from collections.abc import Iterable
 
 import torch
 
-from models.kernels.matmul.choice_table import Blas, Choice, Decoded, FourBits, Gemv, LinearShape, Scaled, Skinny, Wide
+from models.kernels.matmul.choice_table import (
+    Blas,
+    Choice,
+    Decoded,
+    FourBits,
+    Fragments,
+    Gemv,
+    LinearShape,
+    Scaled,
+    Skinny,
+    Wide,
+)
 from models.kernels.traits import H200, TALL_ROWS, DeviceTraits
 from models.row_buckets import power_of_two_from
 
@@ -25,6 +36,11 @@ _L2_PREFETCHED = 0.4  # share of the L2 that one launch's prefetches may take
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256)  # weight rows of a program in wide.py
 _TALL_TILES = (64, 128, 192, 256)  # the same where weights are the tall operand
 _MOST_SUMS = {4: 128, 8: 192, 16: 128}  # of one thread, by warps a program; half as many with split K
+MOST_FRAGMENT_ROWS = 8
+_MOST_FRAGMENT_STEPS, _FRAGMENT_COLUMNS = 12, 128  # of a warp; its steps are all in line
+_FEWEST_FRAGMENT_WARPS = 12  # of a multiprocessor
+# Of four-bit weights and few rows: (split, ahead, warps).
+_FRAGMENTS = ((1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 4), (1, 4, 8), (1, 2, 8), (3, 3, 4), (2, 2, 8), (4, 2, 4))
 _MOST_FOUR_BIT_ROWS = 64  # tiles of 128 rows spill registers
 # Of four-bit weights: (block_o, parts, stages) and (block_o, split, stages, warps).
 _FOUR_BIT_PARTS = ((16, 4, 4), (32, 4, 4), (16, 8, 3), (32, 8, 3), (32, 2, 5))
@@ -180,8 +196,9 @@ def coded_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Ch
 
 
 def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
-    """Kernels for four-bit weights, in the order to try: warps that share K for few rows, tiles of a whole program for
-    more, and decoded weights where they are read for so many rows that decoding takes little of the time.
+    """Kernels for four-bit weights, in the order to try: fragments, or warps that share K, for few rows, tiles of a
+    whole program for more, and decoded weights where they are read for so many rows that decoding takes little of the
+    time.
     """
     rows, found = shape.rows, list[FourBits]()
     if rows <= _MOST_FOUR_BIT_ROWS and shape.dtype in (torch.bfloat16, torch.float16):
@@ -203,7 +220,19 @@ def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list
         )
     else:
         fitting.sort(key=lambda c: (c.parts == 1, _off(shape.outputs // c.block_o * c.split, traits)))
-    return [*dict.fromkeys(fitting), Decoded()]
+    return [*_fragments(shape, traits), *dict.fromkeys(fitting), Decoded()]
+
+
+def _fragments(shape: LinearShape, traits: DeviceTraits) -> list[Fragments]:
+    if shape.rows > MOST_FRAGMENT_ROWS or shape.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    found = [
+        Fragments(split, ahead, warps)
+        for split, ahead, warps in _FRAGMENTS
+        if ahead <= -(-shape.inner // (_FRAGMENT_COLUMNS * warps * split)) <= _MOST_FRAGMENT_STEPS
+    ]
+    few = _FEWEST_FRAGMENT_WARPS * traits.multiprocessors
+    return sorted(found, key=lambda c: shape.outputs // 16 * c.split * c.warps < few)
 
 
 def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:

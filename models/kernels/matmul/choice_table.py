@@ -189,6 +189,15 @@ class FourBits:
 
 
 @dataclass(frozen=True, slots=True)
+class Fragments:
+    """models/kernels/matmul/fragments.py: programs that share K, warps of each, and how many steps are loaded early."""
+
+    split: int
+    ahead: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scaled:
     """FP8 weights: torch's scaled product (cuBLASLt) of quantised activations."""
 
@@ -199,7 +208,7 @@ class Decoded:
 
 
 _Made = TypeVar("_Made")
-Choice = Blas | CublasLt | Gemv | Skinny | Wide | FourBits | Scaled | Decoded
+Choice = Blas | CublasLt | Gemv | Skinny | Wide | FourBits | Fragments | Scaled | Decoded
 _KINDS: dict[str, type[Choice]] = {
     "scaled": Scaled,
     "decoded": Decoded,
@@ -209,6 +218,7 @@ _KINDS: dict[str, type[Choice]] = {
     "skinny": Skinny,
     "wide": Wide,
     "four_bits": FourBits,
+    "fragments": Fragments,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _FIELD_TYPES: dict[type, dict[str, Any]] = {

@@ -101,6 +101,20 @@ def numbers_of(words, CODES: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def pairs_of(words, CODES: tl.constexpr, dtype: tl.constexpr):
+    """The same of int32 words: pairs of numbers in a register, of columns j and j + 4."""
+    if dtype == tl.bfloat16:
+        pairs = tl.inline_asm_elementwise(
+            _INT4_BFLOAT16 if CODES == INT4 else _E2M1_BFLOAT16, _REGISTERS, [words], (tl.int32,) * 4, True, 1
+        )
+    else:
+        pairs = tl.inline_asm_elementwise(
+            _INT4_FLOAT16 if CODES == INT4 else _E2M1_FLOAT16, _REGISTERS, [words], (tl.int32,) * 4, True, 1
+        )
+    return pairs
+
+
+@triton.jit
 def factors_of(scale, CODES: tl.constexpr, dtype: tl.constexpr):
     """Stored scales in dtype; those of e2m1 times 2^(bias - 1) / _LIFT."""
     if CODES == MXFP4:  # into the exponent; what a 16-bit float does not reach becomes zero, or the largest power

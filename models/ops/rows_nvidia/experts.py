@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.kernels.experts import grouped, grouped_tma, route, streamed, streamed_four_bits
 from models.kernels.experts.tiles import LongListTiles, long_list_tiles, without_lists
-from models.kernels.matmul import four_bits
+from models.kernels.matmul import four_bits, fragments
 from models.kernels.matmul.four_bits import EXPERT_COLUMNS
 from models.ops.rows_nvidia.dense import with_pdl
 from models.ops.table import INVARIANT, Key, Row, Run
@@ -24,7 +24,7 @@ class ExpertCall(NamedTuple):
     """``experts``: of this rank; ``all_experts``: of all ranks. ``up_rows``: of an expert's first matrix. ``loadable``:
     whether TMA takes the matrices. ``blocks``: of both matrices, where they are FP8 (WeightFormat). ``biased``: with
     biases and a clamped activation, which grouped_tma.py does not take. ``coded``: of both matrices, whether they have
-    four bits; ``unfit``: why no kernel reads these."""
+    four bits; ``unfit``: why no kernel reads these; ``in_registers``: whether both ``fits`` of fragments.py."""
 
     tokens: int
     choices: int
@@ -38,6 +38,7 @@ class ExpertCall(NamedTuple):
     biased: bool = False
     coded: tuple[bool, bool] = (False, False)
     unfit: str | None = None
+    in_registers: bool = False
 
 
 def _call(
@@ -51,7 +52,8 @@ def _call(
     coded = gate_up.format.code is not None, down.format.code is not None
     unfit = next((why for matrix in (gate_up, down) if (why := _unfit(x_TN, matrix))), None)
     biased = gate_up.bias is not None
-    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, biased, coded, unfit)
+    fit = all(fragments.fits(one.format, one.outputs, one.inner) for one in (gate_up, down))
+    return ExpertCall(tokens, choices, all_experts, *sizes, loadable, blocks, biased, coded, unfit, fit)
 
 
 def _unfit(x_TN: Tensor, matrix: Weight) -> str | None:
@@ -78,6 +80,8 @@ def _streams(ops: Any, call: ExpertCall) -> str | None:
         return "--fp8-activations always"
     if call.coded in ((True, False), (False, True)):
         return "one matrix of four bits"
+    if all(call.coded) and not call.in_registers:
+        return "four bits in rows of no multiple of 32 columns, or in no multiple of 16 rows"
     if without_lists(call.tokens, call.choices, call.all_experts):
         return _ragged(call)
     return "lists of tokens an expert are worth their making"

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.matmul import codes, four_bits, gemv, norm, skinny, wide
+from models.kernels.matmul import codes, four_bits, fragments, gemv, norm, skinny, wide
 from models.kernels.matmul.candidates import (
+    MOST_FRAGMENT_ROWS,
     MOST_GEMV_ROWS,
     first_wave,
     gemv_candidates,
@@ -38,6 +39,7 @@ from models.kernels.matmul.choice_table import (
     CublasLt,
     Decoded,
     FourBits,
+    Fragments,
     Gemv,
     LinearShape,
     Scaled,
@@ -191,6 +193,14 @@ def _four_bits(products: Any, shape: LinearShape, choice: FourBits) -> Run:
     )
 
 
+def _fragments(products: Any, shape: LinearShape, choice: Fragments) -> Run:
+    kernel: Run = partial(fragments.fragments, **_shared(products, choice))
+    return lambda x_MK, weight, buffers=None: (
+        kernel(x_MK, weight, buffers=buffers, gate_up=_form(shape, weight)),
+        x_MK,
+    )
+
+
 def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     pdl = products.pdl
 
@@ -200,7 +210,7 @@ def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     return run
 
 
-def _shared(products: Any, choice: Skinny | Wide | FourBits) -> dict[str, Any]:
+def _shared(products: Any, choice: Skinny | Wide | FourBits | Fragments) -> dict[str, Any]:
     """What all take: workspaces, the configuration."""
     given = dataclasses.asdict(choice)
     for field in ("fold", "narrow"):
@@ -211,7 +221,7 @@ def _shared(products: Any, choice: Skinny | Wide | FourBits) -> dict[str, Any]:
 def by_library(products: Any, choice: Choice) -> Run:
     """Called with (x, weight, out, which is optional): x W^T without a bias."""
     lt = products._lt
-    if isinstance(choice, (Scaled, Decoded, FourBits)):
+    if isinstance(choice, (Scaled, Decoded, FourBits, Fragments)):
         return lambda x_MK, weight, out_MO: out_MO.copy_(products.linear(x_MK, weight))
     if isinstance(choice, CublasLt) and lt is not None:
         return lambda x_MK, weight, out_MO=None: lt.run(x_MK, weight.data, choice.algorithm, out_MO)
@@ -304,6 +314,16 @@ def _four_bits_refuses(products: Any, shape: LinearShape, choice: FourBits, meas
     return None if fits <= products.traits.shared_bytes else "too little shared memory"
 
 
+def _fragments_refuses(products: Any, shape: LinearShape, choice: Fragments, measured: int | None) -> str | None:
+    if not shape.four_bits or shape.dtype not in (torch.bfloat16, torch.float16) or shape.rows > MOST_FRAGMENT_ROWS:
+        return f"no four-bit weights, activations of 32 bits, or more than {MOST_FRAGMENT_ROWS} rows"
+    if not fragments.fits(shape.format, shape.outputs, shape.inner):
+        return _BLOCK
+    if fragments.workspace_floats(shape.outputs, choice.split) > products._partial.numel():
+        return _WORKSPACE
+    return _WORKSPACE if choice.split > 1 and shape.outputs // 16 > skinny.COUNTERS else None
+
+
 def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:
     if shape.four_bits:
         return "four-bit weights"
@@ -368,6 +388,7 @@ ROWS: dict[type, Row] = {
     Gemv: _ours(Gemv, _gemv, gemv_candidates, _gemv_refuses, "normed", "gate_up", "pushes"),
     Wide: _ours(Wide, _wide, wide_candidates, _wide_refuses, "gate_up"),
     FourBits: Row("product", _four_bits, frozenset(("gate_up", "pushes")), _four_bits_refuses, config=FourBits),
+    Fragments: Row("product", _fragments, frozenset(("gate_up", "pushes")), _fragments_refuses, config=Fragments),
     Scaled: Row("product", _scaled, refuses=_scaled_refuses, config=Scaled),
     Decoded: Row("product", _decoded, refuses=_decoded_refuses, config=Decoded),
 }

@@ -1,7 +1,7 @@
 """Products with four-bit weights through Triton's interpreter, against float64 formulas: ``TRITON_INTERPRET=1 python -m
 ...``.
 
-The kernels' assembly is interpreted here, two words a register, as on a GPU; its codes are checked one by one, in
+The kernels' assembly is interpreted here, register by register, as on a GPU; its codes are checked one by one, in
 bfloat16, too, whose products the interpreter does not know. Exits with an error where one differs.
 
 Knows: shapes that reach every branch. Does not know: GPUs (tests/gpu/test_four_bits_gpu.py).
@@ -9,6 +9,7 @@ Knows: shapes that reach every branch. Does not know: GPUs (tests/gpu/test_four_
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import time
@@ -23,7 +24,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.kernels.experts import grouped, streamed_four_bits
-from models.kernels.matmul import codes, four_bits
+from models.kernels.matmul import codes, four_bits, fragments
 from parallel.layers.weight import E2M1, Weight, WeightFormat, int4, mxfp4, nvfp4
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.plant import reference_kernels
@@ -47,15 +48,57 @@ def registers_after(assembly: str, word: Any) -> list[Any]:
     return [held[f"${number}"] for number in range(4)]
 
 
+def _halves(registers: Any) -> Any:
+    """float32 [..., 2] of registers [...]."""
+    return np.ascontiguousarray(registers).view(np.float16).reshape(*registers.shape, 2).astype(np.float32)
+
+
+def product_of_fragments(registers: list[Any], sums: list[Any]) -> list[Any]:
+    """m16n8k16 of PTX: of each warp a[row, k] x b[token, k], in the order of its threads."""
+    quarters = [_halves(one).reshape(-1, 8, 8) for one in registers]  # warp, g, 2t and 2t + 1
+    left = np.concatenate([np.concatenate(quarters[k : k + 3 : 2], 2) for k in (0, 1)], 1)
+    found = np.einsum("wrk,wtk->wrt", left, np.concatenate(quarters[4:], 2)).reshape(-1, 2, 8, 4, 2)
+    return [sums[k] + found[:, k // 2, :, :, k % 2].reshape(sums[k].shape) for k in range(4)]
+
+
+def _read(addresses: Any, asked: Any) -> list[Any]:
+    """Of each address four words, zeros where they are not asked for."""
+    found = np.zeros((4, len(addresses)), np.uint32)
+    several, each = np.unique(addresses[asked], return_inverse=True)
+    words = [np.frombuffer(ctypes.string_at(int(address), 16), np.uint32) for address in several]
+    found[:, asked] = np.reshape(words, (-1, 4)).T[:, each]
+    return list(found)
+
+
+def _one_a_thread(assembly: str, values: list[Any]) -> list[Any]:
+    """What fragments.py asks for."""
+    bits = [one.view(np.uint32) if one.dtype == np.int32 else one for one in values]
+    if "mma" in assembly:
+        return product_of_fragments(bits[:6], values[6:])
+    if "ld.global" in assembly:
+        return _read(bits[0], bits[1] != 0 if len(bits) > 1 else np.full(len(bits[0]), True))
+    if "prmt" in assembly:
+        a, b = bits
+        return [a & 0xFFFF | b << 16 if "0x5410" in assembly else a >> 16 | b & 0xFFFF0000]
+    if assembly.startswith("fma"):
+        a, b, c = (_halves(one) for one in bits)
+        return [(a * b + c).astype(np.float16).view(np.uint32)[..., 0]]
+    return registers_after(assembly, bits[0])
+
+
 def _inline_asm(
     self: Any, assembly: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
 ) -> Any:
-    assert constraints == "=r,=r,=r,=r,r"
-    assert pack == 2
-    (words,) = values
-    found = registers_after(assembly, np.ascontiguousarray(words.data).view(np.uint32))
-    shaped = [one.view(np.float16).reshape(words.data.shape) for one in found]
-    handles = [interpreter.TensorHandle(one, kind.scalar) for one, kind in zip(shaped, types, strict=True)]
+    given = [np.ascontiguousarray(one.data) for one in values]
+    if pack == 2:
+        assert constraints == "=r,=r,=r,=r,r"
+        found = [one.view(np.float16) for one in registers_after(assembly, given[0].view(np.uint32))]
+    else:
+        found = [one.view(np.int32) if one.dtype == np.uint32 else one for one in _one_a_thread(assembly, given)]
+    handles = [
+        interpreter.TensorHandle(np.ascontiguousarray(one).reshape(given[0].shape), kind.scalar)
+        for one, kind in zip(found, types, strict=True)
+    ]
     return SimpleNamespace(get_result=handles.__getitem__)
 
 
@@ -159,6 +202,31 @@ def products() -> None:
     assert not counters.any(), "a split product left its counters set"
 
 
+def registers() -> None:
+    """Products in registers, of every format; K that warps, programs and steps do not divide."""
+    partial, counters = torch.full((1 << 12,), math.nan), torch.zeros(4, dtype=torch.int32)
+    for form, inner, rows, split, ahead, warps in (
+        (FORMATS[0], 512, 1, 1, 2, 2),
+        (FORMATS[1], 384, 8, 2, 1, 1),
+        (FORMATS[2], 352, 5, 1, 1, 4),
+        (FORMATS[3], 384, 3, 1, 1, 2),
+        (FORMATS[4], 352, 3, 2, 1, 1),
+        (FORMATS[5], 512, 2, 1, 1, 4),
+    ):
+        gate_up = rows % 2 == 1
+        weight, x = random_weight(64, inner, form, bias=not gate_up), torch.randn(rows, inner).half()
+        given: dict[str, Any] = {"gate_up": int(gate_up), "split": split, "ahead": ahead, "warps": warps, "pdl": False}
+        found = fragments.fragments(x, weight, partial, counters, **given)
+        expected = x.double() @ weight.plain(torch.float64).t()
+        if weight.bias is not None:
+            expected += weight.bias.double()
+        if gate_up:
+            gate, up = expected.chunk(2, -1)
+            expected = torch.nn.functional.silu(gate) * up
+        check(found, expected, (form.name, inner, given))
+    assert not counters.any(), "a split product left its counters set"
+
+
 def experts() -> None:
     """Few tokens, each pair for itself, and lists; with biases and a clamped activation, without a gate."""
     tokens, choices, count, hidden, inner = 3, 2, 3, 96, 32
@@ -213,7 +281,7 @@ def decoding() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for part in (check_codes, check_scales, products, experts, decoding):
+    for part in (check_codes, check_scales, products, registers, experts, decoding):
         began = time.perf_counter()
         part()
         print(f"{part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)

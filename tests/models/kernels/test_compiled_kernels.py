@@ -29,7 +29,7 @@ MOST_SHARED = 232448  # bytes: 227 KiB, what one program of an H200 may have
 # Arguments that the launch right before never wrote: weights, what a step says about its rows, and what an earlier step
 # left.
 STEADY = {
-    *("weight_ptr", "scale_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
+    *("weight_ptr", "scale_ptr", "zero_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr", "cos_sin_ptr"),
     *("lengths_ptr", "page_table_ptr", "positions_ptr", "slots_ptr", "units_ptr"),
     *("ends_ptr", "decay_log_ptr", "decay_bias_ptr", "gate_ptr", "state_ptr", "kept_ptr", "path_ptr"),
     *("a_log_ptr", "window_ptr", "bias_ptr", "sinks_ptr"),
