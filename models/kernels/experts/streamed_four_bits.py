@@ -83,6 +83,7 @@ def _four_bit_down_kernel(
     STEPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
+    AHEAD: tl.constexpr = 2 if ZEROS and STEPS > 2 else STEPS  # zeros take registers, too
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -96,7 +97,7 @@ def _four_bit_down_kernel(
     high = tl.where(here, low + 8, 0)
     sums = fragment_sums(
         hidden_ptr + pair.to(tl.int64) * K, here & (g == 0), weight_ptr, scales_ptr, zeros_ptr, factors_ptr,
-        (low, high), part * 128 + thread % 4 * 32, PARTS * 128, STEPS, STEPS, STEPS * PARTS * 128 == K, K,
+        (low, high), part * 128 + thread % 4 * 32, PARTS * 128, STEPS, AHEAD, STEPS * PARTS * 128 == K, K,
         SCALE_COLUMNS, CODES, ZEROS, FACTORS, LIFT, False,
     )  # fmt: skip
     a, b, c, d = sums

@@ -177,16 +177,23 @@ TAKEN_AWAY: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("during", [True, False], ids=["while rows come", "behind the last row"])
 @pytest.mark.parametrize("how", TAKEN_AWAY)
 def test_a_file_that_was_taken_away_is_an_error_that_names_the_missing_rows(
-    tmp_path: Path, how: str, during: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, during: bool
 ) -> None:
     path = tmp_path / "out" / "out.jsonl"
     take, said = TAKEN_AWAY[how]
     write(path, answer("a"), bad(2, None))  # an earlier run's
     path.with_name("x").write_bytes(answer("a") + b"something else\n")
     results = ResultsFile(path)
+    looked, lost = threading.Event(), results._lost
+
+    def look() -> ResultsWriteError | None:
+        found = lost()
+        looked.set()
+        return found
+
+    monkeypatch.setattr(results, "_lost", look)
     results.write(answer("b"), "b")
-    while path.stat().st_size < len(answer("a") + bad(2, None) + answer("b")):
-        time.sleep(0.001)
+    assert looked.wait(300)  # written, and found where it was written
     take(path)
     if during:
         results.write(answer("c"), "c")
