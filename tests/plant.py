@@ -50,7 +50,7 @@ from models.ops.contract import Ops
 from models.ops.select import reference_ops
 from models.ops.table import INVARIANT, Row, TableOps
 from runtime.execute.proposer import Proposer
-from runtime.execute.sampling.prompt_logprobs import LogprobFeature, StepPromptLogprobs
+from runtime.execute.sampling.logprobs import LogprobFeature, StepPromptLogprobs
 from runtime.execute.step import commit, drafts, gather, packed_pass, row_step, step_io_kernels
 from runtime.execute.step.drafts import DraftTokens
 from runtime.execute.step.graphs import RowGraphs

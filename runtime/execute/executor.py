@@ -30,7 +30,7 @@ from runtime.execute.result_reader import ResultCounters, ResultReader, StepTimi
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing
+from runtime.execute.sampling.logprobs import PromptLogprobRing
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging, StagingCounters
 from runtime.execute.step import step_io_kernels as step_kernels

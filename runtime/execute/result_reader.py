@@ -33,7 +33,7 @@ from runtime.execute.device.protocol import Device, Event, Work
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_ring import NO_APPEND, ResultRing, ResultShape
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobRing, StepPromptLogprobs
+from runtime.execute.sampling.logprobs import PromptLogprobRing, StepPromptLogprobs
 from runtime.schedule.plan import StepResult
 
 

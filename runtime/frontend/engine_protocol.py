@@ -43,7 +43,7 @@ class EngineProtocol(Protocol):
 
     Every added request is reported in ``StepOutput.finished`` exactly once, with all its tokens, whatever happens.
     ``StepOutput.logprobs``, when not None, is a StepLogprobs (runtime/execute/result_reader.py) aligned with the rows,
-    and ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/prompt_logprobs.py) or None for each
+    and ``prompt_logprobs`` a tuple with a PromptLogprobs (runtime/execute/sampling/logprobs.py) or None for each
     row. ``counters`` has at least ``steps``, ``chained_steps``, ``ghost_rows``, ``wasted_tokens`` and one
     ``chain_breaks{reason}`` for each reason that occurred; where there are groups (EngineConfig.data_parallel), also
     ``group_requests{g}`` and ``group_idle_steps{g}``, while the rest is of the leader's group.

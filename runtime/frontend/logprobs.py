@@ -14,7 +14,7 @@ from runtime.frontend.serve_messages import ScoredPrompt
 
 if TYPE_CHECKING:
     from runtime.execute.result_reader import StepLogprobs
-    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+    from runtime.execute.sampling.logprobs import PromptLogprobs
 
 
 def row_logprobs(columns: StepLogprobs, row: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -23,7 +23,7 @@ from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams, packed
 
 if TYPE_CHECKING:
-    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+    from runtime.execute.sampling.logprobs import PromptLogprobs
 
 
 class Routed(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runtime.schedule.request import FinishReason
 
 if TYPE_CHECKING:
-    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+    from runtime.execute.sampling.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from runtime.frontend.outputs import TokenLogprob
 from runtime.schedule.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+    from runtime.execute.sampling.logprobs import PromptLogprobs
 
 MAX_FRAME: Final = 256 << 20  # bytes; a prompt of a million tokens with log-probabilities stays far below
 ITERATION_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

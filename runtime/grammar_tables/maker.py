@@ -117,7 +117,7 @@ def make() -> None:
 
 
 def made_table(vocabulary: Vocabulary, wanted: Wanted) -> TokenTable | None:
-    """None where there is none: a grammar that is not regular, or too large, or read otherwise than llguidance does."""
+    """None for a grammar that is not regular, or too large, or that llguidance reads otherwise."""
     automaton = automaton_of(wanted.grammar)
     if automaton is None:
         return None

@@ -17,18 +17,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.grammar_tables.automaton import Automaton
+from runtime.grammar_tables.automaton import MOST_STATES, Automaton
 from runtime.schedule.request import Request
 
 SINK, END, START = range(3)  # states: nothing may follow a text that is none, or that a stop id has ended
 MOST_ENTRIES: Final = 1 << 21  # states times classes
-MOST_STATES: Final = 1 << 13
 MOST_CLASSES: Final = 1 << 12  # also of beginnings of tokens
 _LENGTH: Final = struct.Struct("<I")
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """A table: what it depends on besides the tokenizer, as in Request.table_wanted."""
+    """What a table depends on besides the tokenizer; ``Request.table_key`` is made of the same."""
 
     grammar: str
     stop_token_ids: tuple[int, ...]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from runtime.execute.result_reader import StepLogprobs
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+from runtime.execute.sampling.logprobs import PromptLogprobs
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason
 

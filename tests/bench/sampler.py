@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.execute.sampling import logit_edits, penalties, prompt_logprobs, sampler
+from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
+from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.penalties import SeenTokens
-from runtime.execute.sampling.prompt_logprobs import token_logprobs
 from runtime.execute.sampling.sampler import local_share, merge_shares, sample_and_check
 from runtime.schedule.request import SamplingParams
 from tests.gpu.untyped import Event, Stream
@@ -159,7 +159,7 @@ def variants() -> None:
                     token_logprobs(logits, draw.token_B, features.top_logprobs)  # noqa: B023
 
             for kind, kernels in (("triton", triton_kernels()), ("torch", None)):
-                for module in (sampler, prompt_logprobs, logit_edits, penalties):
+                for module in (sampler, logprobs, logit_edits, penalties):
                     setattr(module, "kernels_for", lambda tensor, kernels=kernels: kernels)  # noqa: B010
                 work()
                 torch.cuda.reset_peak_memory_stats()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.execute.sampling.prompt_logprobs import PIECE
+from runtime.execute.sampling.logprobs import PIECE
 from runtime.schedule.request import Request
 from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig

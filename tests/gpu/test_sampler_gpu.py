@@ -20,8 +20,8 @@ from runtime.execute.sampling import (
     counter_rng,
     exact_math,
     logit_edits,
+    logprobs,
     penalties,
-    prompt_logprobs,
     rejection,
     sampler,
 )
@@ -67,7 +67,7 @@ needs_cuda = pytest.mark.skipif(INTERPRETED, reason="about the device, not the a
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take CPU tensors, which the sampler would otherwise give to torch."""
     if INTERPRETED:
-        for module in (sampler, prompt_logprobs, rejection, logit_edits, penalties):
+        for module in (sampler, logprobs, rejection, logit_edits, penalties):
             monkeypatch.setattr(module, "kernels_for", lambda tensor: triton_kernels())
 
 
@@ -543,10 +543,10 @@ def test_log_probabilities_have_the_same_bits_on_both(vocab: int, top_n: int, dt
     logits[1], logits[2, vocab - 1] = float("-inf"), float("nan")
     logits[3, : vocab // 2] = float("-inf")
     tokens = torch.from_numpy(rng.integers(0, vocab, ROWS))
-    got = prompt_logprobs.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), top_n)
+    got = logprobs.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), top_n)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_logprobs, "kernels_for", lambda tensor: None)
-        wanted = prompt_logprobs.token_logprobs(logits, tokens, top_n)
+        patch.setattr(logprobs, "kernels_for", lambda tensor: None)
+        wanted = logprobs.token_logprobs(logits, tokens, top_n)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.execute.proposer import Proposed
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
-from runtime.execute.sampling.prompt_logprobs import TokenLogprobs
+from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict, stop_check
 from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks

@@ -1,6 +1,6 @@
 """Log-probabilities, ranks and top tokens in three launches and no [B, V] temporary.
 
-Knows: the definitions of prompt_logprobs.py, its torch reference, bit for bit: weights are integers,
+Knows: the definitions of logprobs.py, its torch reference, bit for bit: weights are integers,
 ranks are counts, and the top tokens are the largest packed candidates, so no order of reduction matters.
 Does not know: which tokens were drawn or why.
 """

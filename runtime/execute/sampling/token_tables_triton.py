@@ -68,7 +68,7 @@ def _states_kernel(
             token = tl.load(tokens_ptr + row * tokens_stride + node)
             state = tl.maximum(_after(pool_ptr, begin, following, classes, state, token), FIRST)
         else:
-            state = state * 0
+            state = state * 0  # int32, as in the other branch
         tl.store(states_ptr + node, state)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from runtime.execute.sampling.logit_edits import EditFeature
+from runtime.execute.sampling.logprobs import LogprobFeature
 from runtime.execute.sampling.penalties import PenaltyFeature
-from runtime.execute.sampling.prompt_logprobs import LogprobFeature
 from runtime.execute.sampling.token_tables import TokenTableFeature
 from runtime.execute.slots.feature import SlotFeature
 

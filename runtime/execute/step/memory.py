@@ -29,7 +29,7 @@ from runtime.execute.proposer import DrawingProposer, Proposer
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.draft_tree import DraftTree
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.logprobs import StepPromptLogprobs
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Staging

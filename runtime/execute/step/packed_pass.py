@@ -16,7 +16,7 @@ from models.row_buckets import LARGE_STEP
 from runtime.execute.launch_spec import GREEDY, MOST_PIECES
 from runtime.execute.proposer import Observed
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.logprobs import StepPromptLogprobs
 from runtime.execute.slot_state import NEWEST
 from runtime.execute.staging import Chunks
 from runtime.execute.step.commit import Committed, ProposerFeed

@@ -31,7 +31,7 @@ from models.inputs import PlanTable, PrefillAttention
 from runtime.execute.device.protocol import Graph
 from runtime.execute.launch_spec import GREEDY, MOST_SPLIT_TOKENS, LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.logprobs import StepPromptLogprobs
 from runtime.execute.staging import Chunks
 from runtime.execute.step.graphs import RowGraphs, capture
 from runtime.execute.step.memory import PassBuffers, StepParts, Trial

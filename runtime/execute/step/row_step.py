@@ -22,7 +22,7 @@ from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.proposer import Proposer, guesses_for
 from runtime.execute.sampling.inputs import KERNEL_VARIANTS, SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.logprobs import StepPromptLogprobs
 from runtime.execute.step.commit import ProposerFeed
 from runtime.execute.step.gather import Rows, gather_decode, gather_window
 from runtime.execute.step.graphs import RowGraphs

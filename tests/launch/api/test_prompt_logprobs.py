@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launch.api.response import answer_row
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+from runtime.execute.sampling.logprobs import PromptLogprobs
 from runtime.frontend.output_processor import OutputProcessor
 from runtime.frontend.outputs import Completion, RequestOutput, Timing, TokenLogprob
 from runtime.schedule.plan import Finished, StepOutput

@@ -36,10 +36,10 @@ from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling import logit_edits, penalties, prompt_logprobs, sampler
+from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
+from runtime.execute.sampling.logprobs import StepPromptLogprobs, score_words
 from runtime.execute.slot_state import SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.memory import ExecutorConfig, StepParts
@@ -80,7 +80,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, tuned, sampler, prompt_logprobs, logit_edits, penalties)
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None

@@ -22,7 +22,7 @@ from models.weights import load_model
 from parallel.comm.collectives import SingleRank
 from runtime.execute.launch_spec import GREEDY, LaunchSpec
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs
+from runtime.execute.sampling.logprobs import StepPromptLogprobs
 from runtime.execute.step.gather import gather_decode
 from runtime.execute.step.memory import StepParts, Trial
 from runtime.schedule.plan import StepKind, StepPlan

@@ -15,7 +15,7 @@ from runtime.execute.device.protocol import DeviceError
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.result_reader import ResultError, ResultReader, StepLogprobs, StepTiming
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling.prompt_logprobs import TokenLogprobs
+from runtime.execute.sampling.logprobs import TokenLogprobs
 from tests.runtime.execute.plans import decode_step
 
 ENTRIES = 4

@@ -18,7 +18,7 @@ from runtime.execute.proposer import Proposed
 from runtime.execute.result_reader import ResultError, ResultReader
 from runtime.execute.result_ring import ResultRing, ResultShape
 from runtime.execute.sampling.inputs import SamplingVariant
-from runtime.execute.sampling.prompt_logprobs import TokenLogprobs
+from runtime.execute.sampling.logprobs import TokenLogprobs
 from runtime.execute.sampling.sampler import Draw, Verdict
 from runtime.execute.step.commit import commit
 from runtime.execute.step.gather import Rows, gather_decode_in_torch, gather_window_in_torch

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+from runtime.execute.sampling.logprobs import PromptLogprobs
 from runtime.frontend import output_processor
 from runtime.frontend.logprobs import prompt_logprobs
 from runtime.frontend.output_processor import OutputProcessor

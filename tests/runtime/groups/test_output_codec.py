@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runtime.execute.result_reader import StepLogprobs
-from runtime.execute.sampling.prompt_logprobs import PromptLogprobs
+from runtime.execute.sampling.logprobs import PromptLogprobs
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import OutputRefused, decode_output, encode_output
 from runtime.groups.request_router import RequestRouter, merge_outputs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.execute.sampling.prompt_logprobs import token_logprobs
+from runtime.execute.sampling.logprobs import token_logprobs
 
 
 @pytest.mark.parametrize(("rows", "vocab", "spread"), [(1, 1, 1.0), (5, 33, 3.0), (16, 5001, 6.0), (3, 60_000, 0.01)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.launch_spec import LaunchSpec
 from runtime.execute.packing import pack
-from runtime.execute.sampling.prompt_logprobs import (
+from runtime.execute.sampling.logprobs import (
     PIECE,
     PromptLogprobRing,
     PromptLogprobs,

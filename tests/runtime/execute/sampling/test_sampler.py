@@ -12,9 +12,9 @@ import torch
 
 from parallel.comm.peer_buffers import SENTINEL
 from runtime.execute.sampling.inputs import SamplingVariant
+from runtime.execute.sampling.logprobs import token_logprobs
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.penalties import count_tokens_, load_tokens_, reset_slots_
-from runtime.execute.sampling.prompt_logprobs import token_logprobs
 from runtime.execute.sampling.sampler import (
     local_share,
     merge_and_check,

@@ -26,7 +26,7 @@ from runtime.execute.proposer import MakeProposer, Proposed, ProposerParts
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.logit_edits import HISTORY
-from runtime.execute.sampling.prompt_logprobs import StepPromptLogprobs, score_words
+from runtime.execute.sampling.logprobs import StepPromptLogprobs, score_words
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks, apply_changes
