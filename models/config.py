@@ -139,10 +139,6 @@ def _by_windows(config: Mapping[str, Any], specs: Specs) -> Specs:
     return specs
 
 
-def _unless_off(config: Mapping[str, Any]) -> bool:
-    return config.get("use_sliding_window") is not False
-
-
 def _as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
@@ -164,7 +160,7 @@ class FamilyConfig:
     ``layer_types``: every ``full_every``th layer is full, 0: none is. Without ``full_every`` windows are refused.
     ``reads``: names of further keys, separated by spaces, also of those that others must have neutral. ``neutral``:
     further options that it must have neutral. ``qk_norms``: queries and keys are normed. ``layer_types``: the kinds
-    that it implements. ``slides``: whether a layer uses the window that the config names.
+    that it implements. ``slides``: whether the window that the config names means anything; None: always.
     ``attention``: how layers attend, given what they are with windows alone.
     ``usual``: the config in the usual keys; all others see its result. ``experts``: its sparse layers; None: has none.
     ``more``: fields of ModelConfig that the family reads itself.
@@ -181,7 +177,7 @@ class FamilyConfig:
     qk_norms: bool = False
     layer_types: tuple[str, ...] = ("full_attention",)
     full_every: int | None = None
-    slides: Callable[[Mapping[str, Any]], bool] = _unless_off
+    slides: Callable[[Mapping[str, Any]], bool] | None = None
     attention: Callable[[Mapping[str, Any], Specs], Specs] = _by_windows
     usual: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
     experts: Callable[[Mapping[str, Any]], RoutedExperts | None] = _no_experts
@@ -222,7 +218,7 @@ def model_config(
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "rotary_dim": _rotary_dim(config, rope, rope_parameters, head_dim),
+        "rotary_dim": _rotary_dim(config, family, rope, rope_parameters, head_dim),
         "rms_norm_eps": read.number("rms_norm_eps", family.eps),
         "max_length": max_length,
         "rope": rope,
@@ -331,7 +327,9 @@ def _attention(config: Mapping[str, Any], family: FamilyConfig, plain: Attention
     layers = ConfigReader(config).size("num_hidden_layers", most=MOST_LAYERS)
     window = config.get("sliding_window", family.window)
     read = ConfigReader({**config, "sliding_window": window})
-    if not window or read.number("sliding_window", 0) >= max_length or not family.slides(config):
+    off = family.full_every is None and config.get("use_sliding_window") is False
+    off = not family.slides(config) if family.slides else off
+    if not window or off or read.number("sliding_window", 0) >= max_length:
         window = None
     elif family.full_every is None:
         raise ValueError(f"'sliding_window' is {window!r}, but sliding-window attention is not supported")
@@ -367,11 +365,15 @@ def _rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[st
     return parameters
 
 
-def _rotary_dim(config: Mapping[str, Any], rope: Rope, rope_parameters: Mapping[str, Any], head_dim: int) -> int:
+def _rotary_dim(
+    config: Mapping[str, Any], family: FamilyConfig, rope: Rope, rope_parameters: Mapping[str, Any], head_dim: int
+) -> int:
     partial = not isinstance(rope, ProportionalRope)
     share = ConfigReader(rope_parameters if partial else {}).number("partial_rotary_factor", 1.0)
     if not 0.0 < share <= 1.0:
         raise ValueError(f"'partial_rotary_factor' must lie in (0, 1], not {share!r}")
+    if share != 1 and "partial_rotary_factor" not in family.reads.split():  # transformers rotates whole heads
+        raise ValueError(f"'partial_rotary_factor' is {share!r}, but this family rotates whole heads; remove the key")
     rotary_dim = int(head_dim * share)
     if isinstance(rope, LongRope) and 2 * len(rope.short) != rotary_dim:
         raise ValueError(

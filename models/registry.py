@@ -62,6 +62,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "MistralForCausalLM": Mistral,
+    "MinistralForCausalLM": Mistral,
     "Ministral3ForCausalLM": Mistral,
     "Mistral3ForConditionalGeneration": Mistral,
     "MixtralForCausalLM": Mixtral,

@@ -41,7 +41,7 @@ class Glm4Moe(Llama):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
         eps=1e-5,
         kv_heads=8,
-        reads=f"{EXPERT_KEYS} first_k_dense_replace n_routed_experts use_qk_norm",
+        reads=f"{EXPERT_KEYS} first_k_dense_replace n_routed_experts partial_rotary_factor use_qk_norm",
         neutral={"scoring_func": (("sigmoid",), "another router"), "topk_method": (("noaux_tc",), "another router")},
         usual=_usual,
         experts=_experts,

@@ -53,6 +53,7 @@ class MiniMaxM2(Llama):
         kv_heads=8,
         # Published weights hold no MTP modules.
         reads=f"{EXPERT_KEYS} attn_type_list max_model_len mlp_intermediate_size mtp_transformer_layers "
+        "partial_rotary_factor "
         "num_mtp_modules shared_moe_mode use_mtp",
         neutral={
             "scoring_func": (("sigmoid",), "another router"),

@@ -21,10 +21,20 @@ from parallel.layers.shard import HeadShard
 
 _BETA = "llama_4_scaling_beta"
 _TEXT = ("mistral", "ministral3")
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}  # of Ministral 3
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Ministral 3 writes the scale of its queries among the parameters of the rotation, and its whole context, too."""
+    """Ministral 3 writes the scale of its queries among the parameters of the rotation, and its whole context, too.
+    Of 'layer_types' transformers reads only Ministral's."""
     found = dict(config)
     if architecture_of(config).endswith("ForConditionalGeneration"):
         found = text_part(config)
@@ -34,6 +44,10 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     if "Ministral3" in architecture_of(config) or found.get("model_type") == "ministral3":
         found = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "head_dim": 128, "sliding_window": None, **found}
+        if not (found.get("rope_parameters") or found.get("rope_scaling")):
+            found["rope_parameters"] = _YARN
+    if architecture_of(config) != "MinistralForCausalLM":
+        found["layer_types"] = None
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := found.get(key), dict):
             found[key] = {name: value for name, value in given.items() if name != "max_position_embeddings"}

@@ -14,8 +14,9 @@ from models.families.llama import Llama
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
-    """'su' and 'yarn' are former names of longrope, whose 'original_max_position_embeddings' stands outside."""
-    found = dict(config)
+    """'su' and 'yarn' are former names of longrope, whose 'original_max_position_embeddings' stands outside. A window
+    is one of all layers, whatever 'layer_types' says."""
+    found = {**config, "layer_types": None}
     for key in ("rope_scaling", "rope_parameters"):
         given = found.get(key)
         if isinstance(given, dict) and (given.get("rope_type") or given.get("type")) in ("su", "yarn"):
@@ -26,7 +27,7 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
 
 class Phi3(Llama):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
-        eps=1e-5, full_every=0, layer_types=("full_attention", "sliding_attention"), usual=_usual
+        eps=1e-5, full_every=0, reads="partial_rotary_factor", usual=_usual
     )
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from models.config import MOST_LAYERS, FamilyConfig, Specs
 from models.config_reader import ConfigReader
 from models.families.llama import Llama
+from models.families.qwen2 import slides
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +43,7 @@ class SmolLM3(Llama):
         full_every=0,
         layer_types=("full_attention", "sliding_attention"),
         reads="no_rope_layers no_rope_layer_interval",
+        slides=slides,
         usual=_usual,
         attention=_without_rope,
     )

@@ -14,7 +14,8 @@ from models.config_reader import ConfigReader, Neutral
 from models.layers.rope import given_parameters
 
 DELTA_KEYS: Final = """attn_output_gate full_attention_interval linear_attn_output_gate linear_conv_kernel_dim
-    linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype"""
+    linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_ssm_dtype
+    partial_rotary_factor"""
 _MOST_LAYERS = 10_000
 _ROTATED_SHARE = 0.25  # of a head, where the config does not say
 

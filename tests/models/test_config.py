@@ -218,7 +218,19 @@ def test_rope_parameters_by_layer_type_are_read_where_one_rotation_serves_all() 
 
 
 def test_partial_rotation() -> None:
-    assert tiny(head_dim=16, partial_rotary_factor=0.25).rotary_dim == 4
+    """Families whose whole heads transformers rotates, whatever this key says, refuse it."""
+    glm = OTHERS["glm"] | {"partial_rotary_factor": 0.25}
+    assert config_from_dict(TINY | glm | {"head_dim": 16}).rotary_dim == 4
+    inside = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    for changes in ({"partial_rotary_factor": 0.5}, inside):
+        with pytest.raises(ValueError, match=r"'partial_rotary_factor' is 0\.5, but this family rotates whole"):
+            tiny(**changes)
+
+
+def test_absent_rope_of_ministral_3_is_the_oracles() -> None:
+    config = {key: value for key, value in TINY.items() if key != "rope_parameters"}
+    read = config_from_dict(config | {"architectures": ["Ministral3ForCausalLM"]})
+    assert (read.rope, read.query_scale) == (YarnRope(1e6, 16.0, 16384, 1.0), (0.1, 16384))
 
 
 @pytest.mark.parametrize(
@@ -478,17 +490,20 @@ def objects_in(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_windows_of_mistral() -> None:
-    """All layers slide, by 4096 where the key is absent, unless 'layer_types' says otherwise."""
+    """All layers slide, by 4096 where the key is absent, whatever other keys say; of Ministral by 'layer_types'."""
     mistral: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
     absent = tiny(**mistral)
     assert [absent.attention_of(layer).window for layer in range(2)] == [4096, 4096]
     assert tiny(**mistral, sliding_window=9).attention_of(1).window == 9
     types = ["sliding_attention", "full_attention"]
-    mixed = tiny(**mistral, sliding_window=9, layer_types=types)
+    ignored = tiny(**mistral, sliding_window=9, layer_types=types, use_sliding_window=False)
+    assert [ignored.attention_of(layer).window for layer in range(2)] == [9, 9]
+    ministral = mistral | {"architectures": ["MinistralForCausalLM"]}
+    mixed = tiny(**ministral, sliding_window=9, layer_types=types)
     assert [mixed.attention_of(layer).window for layer in range(2)] == [9, None]
     assert tiny(**mistral, sliding_window=8192).attention == ()
     with pytest.raises(ValueError, match="'layer_types' has 1 entries, but 'num_hidden_layers' is 2"):
-        tiny(**mistral, layer_types=["full_attention"])
+        tiny(**ministral, layer_types=["full_attention"])
     with pytest.raises(ValueError, match="'sliding_window' must be"):
         tiny(**mistral, sliding_window=2.5)
 

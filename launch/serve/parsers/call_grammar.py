@@ -45,6 +45,11 @@ _FORMS: Final[Mapping[str, _Form]] = {
     "llama3_json": _Form('{"name": {name}, "parameters": ', "}", "; "),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
+    "seed_oss": _Form(
+        "<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>", "\n",
+        parameter="<parameter={key}>", value_end="</parameter>\n",
+    ),
+    "gemma4": _Form("<|tool_call>call:{name}", "<tool_call|>"),  # JSON; by itself it writes keys without quotes
     "glm45": _Form(
         "<tool_call>{name}\n", "</tool_call>", "\n",
         parameter="<arg_key>{key}</arg_key>\n<arg_value>", value_end="</arg_value>\n",

@@ -10,6 +10,7 @@ from typing import Final
 
 from launch.serve.parsers.call_format import CallFormat
 from launch.serve.parsers.deepseek import Deepseek
+from launch.serve.parsers.gemma4 import Gemma4
 from launch.serve.parsers.glm import Glm
 from launch.serve.parsers.harmony import Harmony
 from launch.serve.parsers.hermes import Hermes
@@ -17,7 +18,7 @@ from launch.serve.parsers.invoke import DeepseekV32, MinimaxM2
 from launch.serve.parsers.kimi import Kimi
 from launch.serve.parsers.llama import Llama3Json
 from launch.serve.parsers.mistral import Mistral
-from launch.serve.parsers.qwen3_coder import Qwen3Coder
+from launch.serve.parsers.qwen3_coder import Qwen3Coder, SeedOss
 from launch.serve.parsers.think import BRACKETS, CHANNEL, SEED, THINK
 
 # The first name of several is the one that is logged.
@@ -35,6 +36,8 @@ CALLS: Final[Mapping[str, type[CallFormat]]] = {
     "deepseek_v31": Deepseek,
     "deepseek_v32": DeepseekV32,
     "kimi_k2": Kimi,
+    "seed_oss": SeedOss,
+    "gemma4": Gemma4,
 }
 HARMONY: Final = "openai_gptoss"
 KEPT: Final = "minimax_m2_append_think"

@@ -211,21 +211,30 @@ SAMPLES = {
     ),
     "seed-oss": Sample(
         "ByteDance-Seed/Seed-OSS-36B-Instruct",
-        None,
         "seed_oss",
-        "<seed:think>\nHm.</seed:think>It rains.",
-        content="It rains.",
+        "seed_oss",
+        "<seed:think>\nHm.</seed:think>Let me see.\n<seed:tool_call>\n<function=weather>\n<parameter=city>"
+        'Bern "b" 12</parameter>\n<parameter=days>3</parameter>\n<parameter=exact>true</parameter>\n<parameter=where>'
+        '{"at": [1, {"x": "}"}]}</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n'
+        "</function>\n</seed:tool_call>",
+        content="Let me see.\n",
         thought="Hm.",
-        found=[],
     ),
     "gemma-4": Sample(
         "google/gemma-4-26B-A4B-it",
-        None,
         "gemma4",
-        "<|channel>thought\nIs it far?\nNo.\n<channel|>It rains.",
-        content="It rains.",
+        "gemma4",
+        "<|channel>thought\nIs it far?\nNo.\n<channel|>Let me see."
+        '<|tool_call>call:weather{city:<|"|>Bern "b" 12<|"|>,'
+        'days:3,exact:true,where:{at:[1,{x:<|"|>}<|"|>}]}}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        content="Let me see.",
         thought="Is it far?\nNo.",
-        found=[],
+    ),
+    "gemma-4, in JSON": Sample(
+        "google/gemma-4-26B-A4B-it",
+        "gemma4",
+        "gemma4",
+        f"<|tool_call>call:weather{JSON}<tool_call|><|tool_call>call:now{{}}<tool_call|>",
     ),
     "no call": Sample(
         "Qwen/Qwen3-8B", "hermes", "qwen3", "<think>\n\n</think>\n\nIt rains.\n", "It rains.\n", found=[]

@@ -111,10 +111,22 @@ TEMPLATES = {
     "seed-oss": Family(
         "ByteDance-Seed/Seed-OSS-36B-Instruct",
         "{% for m in messages %}{{ bos_token }}{{ m.role }}\n{% if m.reasoning_content %}<seed:think>"
-        "{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}",
-        None,
+        "{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}\n"
+        "<seed:tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+        "<parameter={{ k }}>" + _ARGUMENT + "</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}",
         "seed_oss",
+        "seed_oss",
+    ),
+    "gemma-4": Family(
+        "google/gemma-4-26B-A4B-it",
+        "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+        "{% for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:"
+        "{{ '<|\"|>' ~ v ~ '<|\"|>' if v is string else v }}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}"
+        "{{ m.content }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}",
+        "gemma4",
+        None,  # by its tokens alone
     ),
     "gemma-3": Family(
         "google/gemma-3-27b-it",
