@@ -1,10 +1,9 @@
 """A budget in CPU seconds for each test: a pytest plugin (tests/conftest.py).
 
 A test may take LIMIT_S, in a quick folder or file (QUICK without SLOWER) QUICK_LIMIT_S. Markers in LIFTED remove the
-limit. A test above TIMES times its limit (QUICK_TIMES if it is quick) runs a second time and fails if that is above
-it, too: the first run may have filled caches, and on a busy machine the same work takes more CPU time. A worker's first
-test pays for imports and is excluded. Seconds are those of a CPU that takes REFERENCE_S for a fixed piece of work: a
-slower one divides.
+limit. A test above TIMES times its limit runs a second time, and fails if that run is above it, too: the first run may
+have filled caches, and on a busy machine the same work takes more CPU time. A worker's first test pays for imports and
+is excluded. Seconds are those of a CPU that takes REFERENCE_S for a fixed piece of work: a slower one divides.
 
 Knows: CPU time of this process and of child processes that were waited for. Does not know: wall time, which depends on
 the machine's load, or processes that outlive a test.
@@ -25,7 +24,6 @@ from _pytest.runner import runtestprotocol
 LIMIT_S = 1.0
 QUICK_LIMIT_S = 0.1
 TIMES = 8  # a busy machine with a slow CPU took six times the limit for tests that a fast one does within it
-QUICK_TIMES = 30  # such a machine took twelve: threads of torch that wait for each other are busy
 REFERENCE_S = 0.010
 LIFTED = ("slow", "long", "gpu", "multigpu", "slurm")
 # Quick folders and files: each test takes at most QUICK_LIMIT_S, and `make check` runs them after every edit.
@@ -136,11 +134,11 @@ def is_quick(path: Path) -> bool:
     return within(QUICK) and not within(SLOWER)
 
 
-def limit_of(item: pytest.Item) -> tuple[float, int]:
-    """The limit of ``item`` in CPU seconds, infinite with one of the markers LIFTED, and how often it may take that."""
+def limit_s(item: pytest.Item) -> float:
+    """The limit of ``item`` in CPU seconds; infinite with one of the markers LIFTED."""
     if any(item.get_closest_marker(name) for name in LIFTED):
-        return float("inf"), 1
-    return (QUICK_LIMIT_S, QUICK_TIMES) if item.get_closest_marker("quick") else (LIMIT_S, TIMES)
+        return float("inf")
+    return QUICK_LIMIT_S if item.get_closest_marker("quick") else LIMIT_S
 
 
 class Budget:
@@ -166,11 +164,10 @@ class Budget:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports, used = self._run(item, nextitem)
         first, self._first = self._first, False
-        limit, times = limit_of(item)
-        if not first and used > times * limit and all(report.passed for report in reports):
+        if not first and used > TIMES * limit_s(item) and all(report.passed for report in reports):
             again, used = self._run(item, nextitem)
-            if used > times * limit and all(report.passed for report in again):  # some tests run only once
-                reports = [exceeded(report, used, limit, times) for report in again]
+            if used > TIMES * limit_s(item) and all(report.passed for report in again):  # some tests run only once
+                reports = [exceeded(report, used, limit_s(item)) for report in again]
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -188,12 +185,12 @@ class Budget:
         return reports, used
 
 
-def exceeded(report: pytest.TestReport, used: float, limit: float, times: int) -> pytest.TestReport:
+def exceeded(report: pytest.TestReport, used: float, limit: float) -> pytest.TestReport:
     """``report``; if it is that of the test's call, and the call passed, it is marked as failed."""
     if report.when == "call" and report.passed:
         report.outcome = "failed"
         report.longrepr = (
-            f"{report.nodeid} took {used:.2f} CPU seconds when it ran again, {times} times the limit of {limit:g} s. "
+            f"{report.nodeid} took {used:.2f} CPU seconds when it ran again, {TIMES} times the limit of {limit:g} s. "
             "Make it cheaper, or mark it slow (make check leaves it out) or long (make test leaves it out)."
         )
     return report

@@ -1,5 +1,5 @@
-"""What holds for all tests: a budget in CPU seconds each, nothing that stays behind them, and garbage collection that
-skips pytest's own objects.
+"""What holds for all tests: a budget in CPU seconds, one thread of torch a process, nothing that stays behind them, and
+garbage collection that skips pytest's own objects.
 
 Each engine that is built collects garbage twice, a benchmark several times, and each collection would look at all that
 pytest has imported and collected (0.2 to 0.5 s, on a busy machine more than most of these tests take).
@@ -7,6 +7,7 @@ pytest has imported and collected (0.2 to 0.5 s, on a busy machine more than mos
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Generator
@@ -16,6 +17,10 @@ import pytest
 from runtime.gc_freeze import freeze_heap
 from tests import leftovers
 from tests.budget import Budget
+
+# Read when torch is imported, here and by child processes. Threads wait for each other busily: with two on a busy
+# machine a draw over a large vocabulary took twenty times the CPU time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
