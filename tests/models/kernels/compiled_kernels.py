@@ -425,6 +425,12 @@ def late_products(driver: CompilingDriver) -> None:
             kernels.matmul.run(x, Weight.of(weight), dataclasses.replace(choice, late=late), gate_up=False)
 
 
+def fp8_weight(form: WeightFormat, *sizes: int) -> Weight:
+    grid = (*sizes[:-2], *form.grid(*sizes[-2:]))
+    codes = torch.empty(*sizes, dtype=form.dtype, device=META)
+    return Weight(codes, form, None, torch.empty(grid, device=META))
+
+
 def fp8_products(driver: CompilingDriver) -> None:
     """Steps with FP8 weights: activations as they are, or as codes made by norms, SiLU-mul, attention and all-reduces;
     and what these steps do not choose."""
@@ -442,20 +448,11 @@ def fp8_products(driver: CompilingDriver) -> None:
         (Wide(128, 64, 128, 1, 4, 4, 0), 128),
         (Decoded(), 128),
     ):
-        codes = torch.empty(4096, 4096, dtype=form.dtype, device=META)
-        weight = Weight(codes, form, None, torch.empty(form.grid(4096, 4096), device=META))
-        kernels.matmul.run(torch.empty(rows, 4096, dtype=torch.bfloat16, device=META), weight, choice, gate_up=False)
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
+        kernels.matmul.run(x, fp8_weight(form, 4096, 4096), choice, gate_up=False)
     for tokens, inner, block in ((32, 768, (128, 128)), (512, 768, (128, 128)), (64, 384, (1, 0))):
         form, x = fp8(*block), torch.empty(tokens, 2048, dtype=torch.bfloat16, device=META)
-        up, down = (
-            Weight(
-                torch.empty(128, *sizes, dtype=form.dtype, device=META),
-                form,
-                None,
-                torch.empty(128, *form.grid(*sizes), device=META),
-            )
-            for sizes in ((2 * inner, 2048), (2048, inner))
-        )
+        up, down = fp8_weight(form, 128, 2 * inner, 2048), fp8_weight(form, 128, 2048, inner)
         chosen = torch.zeros(tokens, 8, dtype=torch.int32, device=META)
         kernels.expert_mlp(x, up, down, chosen.float(), chosen, all_experts=128)
     x = torch.empty(32, 4096, dtype=torch.bfloat16, device=META)
@@ -716,7 +713,8 @@ def gated_delta(driver: CompilingDriver, *shapes: tuple[int, int, int, torch.dty
 
 
 def small_gpus(driver: CompilingDriver) -> None:
-    """For an L40S or RTX 4090 (99 KiB of shared memory a program): every launch that has larger tiles on an H200."""
+    """For an L40S or RTX 4090 (99 KiB of shared memory a program): every launch that has larger tiles on an H200; FP8
+    weights and caches."""
     driver.capability = (8, 9)
     play_an_h200(driver.capability)
     kernels, same = nvidia_kernels(META, prefill="triton"), invariant_nvidia_kernels(META)
@@ -745,6 +743,22 @@ def small_gpus(driver: CompilingDriver) -> None:
     given = made(2048, 8192 + 4096 + 64), made(8192, 4), made(9, 4, 8192), rule
     state = torch.empty(9, 32, 128, 128, device=META)
     kernels.conv_gated_delta(*given, state, StateRows(slots, slots), positions)
+    driver.package = ""
+    form = fp8(128, 128)
+    for tokens in (1, 32):
+        driver.where = f"FP8, {tokens} tokens"
+        kernels.linear(made(tokens, 4096), fp8_weight(form, 6144, 4096))
+        up, down = fp8_weight(form, 128, 2 * 768, 2048), fp8_weight(form, 128, 2048, 768)
+        chosen = torch.zeros(tokens, 8, dtype=torch.int32, device=META)
+        kernels.expert_mlp(made(tokens, 2048), up, down, chosen.float(), chosen, all_experts=128)
+    driver.where = "float8 cache"
+    kv = empty_kv_layer(9, 64, 8, 128, FP8, "meta")
+    for rows in (1, 32):
+        table = torch.zeros(rows, 64, dtype=torch.int32, device=META)
+        decode = kernels.plan_decode(DecodeAttention(table, table[:, 0].contiguous(), 1, 4096), 32, kv)
+        kernels.decode_attention(made(rows, 32, 128), kv, decode, 0.1)
+    inputs = kernels.plan_prefill(PrefillAttention(table[:2], (300,), (500,)), 32, kv)
+    kernels.prefill_attention(made(300, 32, 128), kv, inputs, 0.1)
 
 
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {

@@ -245,6 +245,10 @@ def test_launches_of_gpus_with_less_shared_memory_fit(cache: Path) -> None:
         "deterministic product of 24576 columns",
     }
     assert [one for one in found if one["shared"] > 99 << 10] == []
+    assert {one["kernel"] for one in found if one["where"].startswith(("FP8", "float8"))} >= {
+        *("_gemv_kernel", "_skinny_kernel", "_streamed_down_kernel", "_grouped_kernel"),
+        *("_decode_attention_kernel", "_attend_list_kernel", "_prefill_attention_kernel"),
+    }
 
 
 def test_no_candidate_gives_one_warp_64_rows() -> None:
