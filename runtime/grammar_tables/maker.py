@@ -1,7 +1,7 @@
-"""The process of rank 0 that makes tables of grammars, so that no engine waits for one.
+"""A process on rank 0 that makes token tables of grammars, so that the engine never waits for one.
 
-Knows: how wishes and tables travel, that llguidance must read a grammar in the same way. Does not know: how a table is
-made (token_table.py), when ranks use it.
+Knows: how specs and tables travel over pipes, that llguidance must read a grammar in the same way. Does not know: how a
+table is made (token_table.py), when ranks use it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 
 from runtime.grammar import ByteMatcher, Grammars
 from runtime.grammar_tables.automaton import Automaton, automaton_of
-from runtime.grammar_tables.token_table import TokenTable, Vocabulary, Wanted
-from runtime.schedule.request import Request
+from runtime.grammar_tables.token_table import TokenTable, Vocabulary
+from runtime.schedule.request import Request, TableSpec
 
-_MOST_WANTED: Final = 64  # tables that wait to be made
+_MOST_QUEUED: Final = 64  # tables that wait to be made
 _MOST_KNOWN: Final = 1024
 _LENGTH: Final = struct.Struct("<I")
 
@@ -35,22 +35,23 @@ log = logging.getLogger(__name__)
 
 
 class TableMaker:
-    """Makes tables in a process of its own, one after the other: that of rank 0, which sends them to the others.
+    """Makes tables in a separate process, one after the other. Rank 0 has one, and sends its tables to the others.
 
     ``tokenizer_json`` is called in a thread. A process that ends early makes none: matchers serve its requests.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._given = tokenizer_json, vocab_size, tuple(eos_token_ids)
-        self._wishes: SimpleQueue[tuple[bytes, Wanted] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[bytes, TableSpec] | None] = SimpleQueue()
         self._made: deque[tuple[bytes, bytes]] = deque()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # made, being made, or known to have none
         self._thread: threading.Thread | None = None
 
     def want(self, request: Request) -> bool:
-        """Begin to make the table of its grammar; whether ``made`` will have it. Not again before ``forget``."""
+        """Queues the table of its grammar. Returns whether ``made`` will have it: False for one that is made, queued or
+        refused already (``forget`` allows it again), or if the queue is full."""
         key = request.table_key
-        if key in self._known or self._wishes.qsize() >= _MOST_WANTED:
+        if key in self._known or self._queue.qsize() >= _MOST_QUEUED:
             return False
         self._known[key] = None
         if len(self._known) > _MOST_KNOWN:
@@ -58,31 +59,31 @@ class TableMaker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tables", daemon=True)
             self._thread.start()
-        self._wishes.put((key, Wanted.by(request)))
+        self._queue.put((key, request.table_spec))
         return True
 
     def made(self) -> list[tuple[bytes, bytes]]:
-        """Since the last call: Request.table_key, and the table as bytes; none where there can be no table."""
+        """Since the last call: Request.table_key, and the table as bytes; empty for a grammar without a table."""
         return [self._made.popleft() for _ in range(len(self._made))]
 
     def forget(self, key: bytes) -> None:
-        """It may be wanted again."""
+        """Allows ``want`` for this key again."""
         self._known.pop(key, None)
 
     def close(self) -> None:
-        self._wishes.put(None)
+        self._queue.put(None)
 
     def _work(self) -> None:
         text, *rest = self._given
         with suppress(BrokenPipeError), _opened() as process:
             _answer(process, msgspec.msgpack.encode((text(), *rest)))
-            while (wish := self._wishes.get()) is not None:
-                self._made.append((wish[0], _answer(process, msgspec.msgpack.encode(wish[1]))))
+            while (job := self._queue.get()) is not None:
+                self._made.append((job[0], _answer(process, msgspec.msgpack.encode(job[1]))))
             process.kill()
 
 
 def _answer(process: subprocess.Popen[bytes], said: bytes) -> bytes:
-    """Of the process; none if it has ended."""
+    """The process's answer to a message; empty if the process has ended."""
     if process.poll() is None and process.stdin is not None and process.stdout is not None:
         try:
             _write(process.stdin, said)
@@ -95,7 +96,7 @@ def _answer(process: subprocess.Popen[bytes], said: bytes) -> bytes:
 
 
 def _opened() -> subprocess.Popen[bytes]:
-    """The process, apart from a terminal's Ctrl-C; it ends when its input does."""
+    """The process, in a group of its own so that Ctrl-C does not reach it; it ends when its stdin is closed."""
     root = str(Path(__file__).resolve().parents[2])
     words = f"import sys; sys.path.insert(0, {root!r}); from runtime.grammar_tables.maker import make; make()"
     return subprocess.Popen(
@@ -104,27 +105,27 @@ def _opened() -> subprocess.Popen[bytes]:
 
 
 def make() -> None:
-    """The process: an answer to the tokenizer, of nothing, then one to each wish."""
+    """Main of the process: reads the tokenizer, answers with no bytes, then answers each TableSpec with a table."""
     os.nice(10)
-    wishes, answers = sys.stdin.buffer, sys.stdout.buffer
-    text, vocab_size, eos_token_ids = msgspec.msgpack.decode(_read(wishes))
+    given, answers = sys.stdin.buffer, sys.stdout.buffer
+    text, vocab_size, eos_token_ids = msgspec.msgpack.decode(_read(given))
     vocabulary = Vocabulary(Grammars(lambda: text, vocab_size, eos_token_ids).token_texts(), eos_token_ids)
     table = None
     with suppress(EOFError, BrokenPipeError):
         while True:
             _write(answers, b"" if table is None else table.to_bytes())
-            table = made_table(vocabulary, msgspec.msgpack.decode(_read(wishes), type=Wanted))
+            table = made_table(vocabulary, msgspec.msgpack.decode(_read(given), type=TableSpec))
 
 
-def made_table(vocabulary: Vocabulary, wanted: Wanted) -> TokenTable | None:
+def made_table(vocabulary: Vocabulary, spec: TableSpec) -> TokenTable | None:
     """None for a grammar that is not regular, or too large, or that llguidance reads otherwise."""
-    automaton = automaton_of(wanted.grammar)
+    automaton = automaton_of(spec.grammar)
     if automaton is None:
         return None
-    if not agrees(automaton, wanted.grammar):
+    if not agrees(automaton, spec.grammar):
         log.warning("a grammar gets no table on the device: llguidance reads it otherwise")
         return None
-    return vocabulary.table(automaton, wanted)
+    return vocabulary.table(automaton, spec)
 
 
 def agrees(automaton: Automaton, grammar: str) -> bool:

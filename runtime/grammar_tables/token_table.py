@@ -13,31 +13,16 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from runtime.grammar_tables.automaton import MOST_STATES, Automaton
-from runtime.schedule.request import Request
+from runtime.schedule.request import TableSpec
 
 SINK, END, START = range(3)  # states: nothing may follow a text that is none, or that a stop id has ended
 MOST_ENTRIES: Final = 1 << 21  # states times classes
 MOST_CLASSES: Final = 1 << 12  # also of beginnings of tokens
 _LENGTH: Final = struct.Struct("<I")
-
-
-class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """What a table depends on besides the tokenizer; ``Request.table_key`` is made of the same."""
-
-    grammar: str
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    allowed_token_ids: tuple[int, ...]
-
-    @classmethod
-    def by(cls, request: Request) -> Wanted:
-        sampling = request.sampling
-        return cls(sampling.grammar, request.stop_token_ids, sampling.ignore_eos, sampling.allowed_token_ids)
 
 
 class TokenTable(NamedTuple):
@@ -72,7 +57,7 @@ class Vocabulary:
         self._bytes = np.frombuffer(b"".join(tokens), np.uint8)
         self._begins_V = np.cumsum(self.lengths_V) - self.lengths_V
 
-    def table(self, automaton: Automaton, wanted: Wanted) -> TokenTable | None:
+    def table(self, automaton: Automaton, spec: TableSpec) -> TokenTable | None:
         """None if it would be too large."""
         states, byte_classes = automaton.next_SC.shape
         columns = {bytes(4 * states): 0}  # number of each function, by the states that it leads to
@@ -94,18 +79,18 @@ class Vocabulary:
                 if len(functions_FS) > MOST_CLASSES:
                     return None
             function_V[going_T] = np.array(found)[pair_T]
-        return self._with_stops(automaton, wanted, function_V, functions_FS)
+        return self._with_stops(automaton, spec, function_V, functions_FS)
 
     def _with_stops(
         self,
         automaton: Automaton,
-        wanted: Wanted,
+        spec: TableSpec,
         function_V: npt.NDArray[np.int64],
         functions_FS: list[npt.NDArray[np.int32]],
     ) -> TokenTable | None:
         """The same rules as Matcher.allow."""
         eos = [token for token in self.eos_token_ids if token < self.size]
-        stops = list({*wanted.stop_token_ids, *eos})
+        stops = list({*spec.stop_token_ids, *eos})
         function_V[stops] = 0
         used, class_V = np.unique(np.append(0, function_V), return_inverse=True)
         next_KS = np.stack([functions_FS[function] for function in used])
@@ -117,11 +102,11 @@ class Vocabulary:
         next_KS[ends] = np.where(accepting_S, END, SINK)
         next_KS[alone] = np.where(accepting_S & (next_KS[:ends] == SINK).all(0), END, SINK)
         class_V[stops] = ends
-        if wanted.ignore_eos:
+        if spec.ignore_eos:
             class_V[eos] = 0 if len(stops) > len(set(eos)) else alone
-        if wanted.allowed_token_ids:
+        if spec.allowed_token_ids:
             forbidden_V = np.ones(self.size, np.bool_)
-            forbidden_V[list(wanted.allowed_token_ids)] = False
+            forbidden_V[list(spec.allowed_token_ids)] = False
             class_V[forbidden_V] = 0
         if next_KS.shape[1] > MOST_STATES or next_KS.size > MOST_ENTRIES:
             return None

@@ -136,6 +136,15 @@ def packed(token_ids: Sequence[int]) -> array[int]:
     return token_ids if isinstance(token_ids, array) else array("i", token_ids)
 
 
+class TableSpec(NamedTuple):
+    """What the token table of a grammar depends on besides the tokenizer (runtime/grammar_tables)."""
+
+    grammar: str
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    allowed_token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt to complete, ``sampling.n`` times, as every rank receives it.
@@ -155,11 +164,14 @@ class Request:
     priority: int = 0
 
     @property
-    def table_key(self) -> bytes:
-        """Requests with equal ones may read one table of their grammar (runtime/grammar_tables)."""
+    def table_spec(self) -> TableSpec:
         sampling = self.sampling
-        said = sampling.grammar, self.stop_token_ids, sampling.ignore_eos, sampling.allowed_token_ids
-        return blake2b(repr(said).encode(), digest_size=16).digest()
+        return TableSpec(sampling.grammar, self.stop_token_ids, sampling.ignore_eos, sampling.allowed_token_ids)
+
+    @property
+    def table_key(self) -> bytes:
+        """Hash of ``table_spec``: requests with equal keys share a table."""
+        return blake2b(repr(tuple(self.table_spec)).encode(), digest_size=16).digest()
 
     @property
     def answer_ids(self) -> range:

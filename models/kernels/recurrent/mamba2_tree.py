@@ -23,7 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.inputs import StateRows
 from models.kernels.recurrent.conv import silu
-from models.kernels.recurrent.delta_tree import (
+from models.kernels.recurrent.mamba2 import Mamba2Weights
+from models.kernels.recurrent.mamba2_triton import gated_memory, normed, softplus
+from models.kernels.recurrent.tree_paths import (
     along_paths,
     seen_nodes,
     tree_block,
@@ -31,8 +33,6 @@ from models.kernels.recurrent.delta_tree import (
     tree_precision,
     tree_warps,
 )
-from models.kernels.recurrent.mamba2 import Mamba2Weights
-from models.kernels.recurrent.mamba2_triton import gated_memory, normed, softplus
 
 _CHANNELS = 32  # of a head, a program
 

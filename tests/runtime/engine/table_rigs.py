@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from runtime.grammar import Grammars
 from runtime.grammar_tables.maker import made_table
-from runtime.grammar_tables.token_table import Vocabulary, Wanted
+from runtime.grammar_tables.token_table import Vocabulary
 from runtime.schedule.request import Request
 from tests.runtime.frontend import small_tokenizers
 
@@ -34,7 +34,7 @@ class MakerAtOnce:
         if key in self._known:
             return False
         self._known.add(key)
-        table = made_table(self._vocabulary, Wanted.by(request))
+        table = made_table(self._vocabulary, request.table_spec)
         raw = b"" if table is None else table.to_bytes()
         self.tables += [raw] if raw else []
         self._due.append((self._calls + self._late, key, raw))

@@ -15,8 +15,8 @@ from runtime.grammar import Grammars
 from runtime.grammar_tables import automaton as automata
 from runtime.grammar_tables.automaton import automaton_of, known
 from runtime.grammar_tables.maker import TableMaker, agrees, made_table
-from runtime.grammar_tables.token_table import END, START, TokenTable, Vocabulary, Wanted
-from runtime.schedule.request import Request, SamplingParams
+from runtime.grammar_tables.token_table import END, START, TokenTable, Vocabulary
+from runtime.schedule.request import Request, SamplingParams, TableSpec
 from runtime.schedule.tables import PLACES, TablePlaces
 from tests.runtime.engine.table_rigs import small_grammars
 from tests.runtime.engine.test_grammar_masks import schema
@@ -103,7 +103,7 @@ def test_masks_are_those_of_a_matcher_along_answers(small: tuple[Grammars, Vocab
     mask_W = np.zeros(-(-VOCABULARY // 32), np.int32)
     for grammar in draw.sample(grammars_of(), 40):
         sampling = SamplingParams(grammar=grammar, **{name: one for name, one in limits.items() if name != "stops"})
-        table = made_table(vocabulary, Wanted.by(Request(0, [1], sampling, stops)))
+        table = made_table(vocabulary, Request(0, [1], sampling, stops).table_spec)
         if table is None:
             continue
         for _ in range(3):
@@ -122,7 +122,7 @@ def test_masks_are_those_of_a_matcher_along_answers(small: tuple[Grammars, Vocab
 
 
 def test_a_table_travels(small: tuple[Grammars, Vocabulary]) -> None:
-    table = made_table(small[1], Wanted(structured(regex="a{2,5}"), (EOS,), False, ()))
+    table = made_table(small[1], TableSpec(structured(regex="a{2,5}"), (EOS,), False, ()))
     assert table is not None
     again = TokenTable.from_bytes(table.to_bytes(), VOCABULARY)
     assert np.array_equal(again.class_V, table.class_V)
