@@ -29,14 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
 from models.kernels.recurrent.delta_step import L2_EPS, softplus
-from models.kernels.recurrent.tree_paths import (
-    along_paths,
-    seen_nodes,
-    tree_block,
-    tree_piece,
-    tree_precision,
-    tree_warps,
-)
+from models.kernels.recurrent.tree_paths import along_paths, seen_nodes, tree_tiles
 
 _VALUES = 32  # of a head, a program
 
@@ -118,12 +111,12 @@ def delta_tree(
     if rows.tree is None or not rows.frozen:
         raise ValueError("only trees whose rows' state is frozen are verified")
     count, nodes = rows.tree.seen_BN.shape
-    block, block_v = tree_block(nodes), max(16, min(_VALUES, triton.next_power_of_2(rule.v_dim)))
+    block, piece, precision, warps = tree_tiles(nodes, rule.k_dim, qkv_TC.dtype)
+    block_v = max(16, min(_VALUES, triton.next_power_of_2(rule.v_dim)))
     _tree_kernel[(count, rule.v_heads, triton.cdiv(rule.v_dim, block_v))](
         qkv_TC, b_TH, a_TH, rule.decay_log_H, rule.decay_bias_H, state_SHVK, rows.slots_B, rows.tree.seen_BN, out_TV,
         qkv_TC.stride(0), a_TH.stride(0), rule.k_dim**-0.5,
         NODES=nodes, HV=rule.v_heads, GROUP=rule.v_heads // rule.k_heads, K=rule.k_dim, V=rule.v_dim, BLOCK_N=block,
-        PIECE=tree_piece(rule.k_dim, qkv_TC.dtype), BLOCK_V=block_v, PRECISION=tree_precision(qkv_TC.dtype), PDL=pdl,
-        num_warps=tree_warps(block), launch_pdl=pdl,
+        PIECE=piece, BLOCK_V=block_v, PRECISION=precision, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out_TV

@@ -25,14 +25,7 @@ from models.inputs import StateRows
 from models.kernels.recurrent.conv import silu
 from models.kernels.recurrent.mamba2 import Mamba2Weights
 from models.kernels.recurrent.mamba2_triton import gated_memory, normed, softplus
-from models.kernels.recurrent.tree_paths import (
-    along_paths,
-    seen_nodes,
-    tree_block,
-    tree_piece,
-    tree_precision,
-    tree_warps,
-)
+from models.kernels.recurrent.tree_paths import along_paths, seen_nodes, tree_tiles
 
 _CHANNELS = 32  # of a head, a program
 
@@ -109,13 +102,13 @@ def scan_tree(
         raise ValueError("only trees whose rows' state is frozen are verified")
     count, nodes = rows.tree.seen_BN.shape
     heads, dim = weights.heads, weights.head_dim
-    block, block_p = tree_block(nodes), max(16, min(_CHANNELS, triton.next_power_of_2(dim)))
+    block, piece, precision, warps = tree_tiles(nodes, weights.state_size, projected_TZ.dtype)
+    block_p = max(16, min(_CHANNELS, triton.next_power_of_2(dim)))
     gated_TX = gated_memory(projected_TZ, weights)
     _mamba2_tree_kernel[(count, heads, triton.cdiv(dim, block_p))](
         projected_TZ, xbc_TC, weights.a_log_H, weights.d_H, weights.dt_bias_H, state_SHPM, rows.slots_B,
         rows.tree.seen_BN, gated_TX,
         NODES=nodes, H=heads, P=dim, G=weights.groups, M=weights.state_size, BLOCK_N=block, BLOCK_P=block_p,
-        PIECE=tree_piece(weights.state_size, projected_TZ.dtype), PRECISION=tree_precision(projected_TZ.dtype), PDL=pdl,
-        num_warps=tree_warps(block), launch_pdl=pdl,
+        PIECE=piece, PRECISION=precision, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return normed(gated_TX, weights, projected_TZ.dtype, pdl)

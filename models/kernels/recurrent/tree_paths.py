@@ -29,20 +29,12 @@ def along_paths(sees, x):
     return tl.sum(tl.where(sees, x[None, :], 0.0), 1)
 
 
-def tree_block(nodes: int) -> int:
-    """Nodes that a program computes with: a power of two that matrix products take."""
-    return max(16, int(triton.next_power_of_2(nodes)))
+def tree_tiles(nodes: int, size: int, activations: torch.dtype) -> tuple[int, int, str, int]:
+    """Nodes of a program, a power of two that matrix products take; how many of the ``size`` numbers of a key, or of a
+    channel's state, it reads at once (with all, registers spill); precision of products with float32 state; warps.
 
-
-def tree_piece(size: int, activations: torch.dtype) -> int:
-    """How many of ``size`` numbers of a key, or of a state, a program takes at once: with all, registers spill."""
-    return min(16 if activations == torch.float32 else 32, max(16, int(triton.next_power_of_2(size))))
-
-
-def tree_warps(block: int) -> int:
-    return 4 if block <= 32 else 8
-
-
-def tree_precision(activations: torch.dtype) -> str:
-    """Of products with float32 state. TF32 keeps three bits more than bfloat16, in which the result is stored."""
-    return "tf32x3" if activations == torch.float32 else "tf32"
+    TF32 keeps three bits more than bfloat16, in which the result is stored.
+    """
+    full, block = activations == torch.float32, max(16, int(triton.next_power_of_2(nodes)))
+    piece = min(16 if full else 32, max(16, int(triton.next_power_of_2(size))))
+    return block, piece, "tf32x3" if full else "tf32", 4 if block <= 32 else 8
