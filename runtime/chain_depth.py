@@ -1,4 +1,4 @@
-"""How deep the chain is and how far ahead events are announced: D and L, from what this machine was measured to take.
+"""Chooses chain depth D and horizon L (how far ahead events are announced) from times measured at start-up.
 
 Knows: the two rules, the serial turns that are timed for them at start-up, how a separate scheduler serves requests for
 that until every row has decoded a few times, and that all ranks use rank 0's numbers.

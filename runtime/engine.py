@@ -193,7 +193,7 @@ class Engine:
         return ended
 
     def _announce_tables(self) -> None:
-        """Those that have been made since the last turn (leader)."""
+        """Queue grammar tables made since the last turn as events (leader)."""
         grammars = self.executor.grammars
         if grammars is not None and grammars.maker is not None:
             for key, table in grammars.maker.made():
@@ -234,7 +234,7 @@ class Engine:
         return perf_counter_ns()
 
     def _at(self, place: str) -> None:
-        """Where the watchdog finds this rank."""
+        """Tells the watchdog the step and the place that this rank has reached."""
         if self._watchdog is not None:
             self._watchdog.step, self._watchdog.place = self._chain.step, place
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector, and what an engine keeps for as long as it lives: it need not be looked at again.
+"""Freezes long-lived objects out of Python's garbage collection while an engine is open.
 
 Knows: how many engines of this process are open. Does not know: what an engine is made of.
 """

@@ -1,15 +1,15 @@
-"""Plan late: how long rank 0 may put off its next turn, so that requests that come meanwhile are in its plan.
+"""Delays rank 0's next turn while the device is busy, so that requests that arrive meanwhile are in its plan.
 
 Knows: when steps were launched and landed on rank 0's clock, how long steps of each shape took lately, how long a turn
-takes from its beginning to its launch. Does not know: what is waited for (runtime/frontend), plans, devices.
+takes from its beginning to its launch. Does not know: how rank 0 waits for arrivals (runtime/frontend), plans, devices.
 
     device   |---- step N ----------------------------|---- step N + 1 ------
     rank 0   lands N - 1, sends |  reads arrivals  ... | turn N + 1: agree, plan, launch | lands N
                                  <------ slack ------->  <--------- margin -------------->
 
 Without it turn N + 1 is taken as soon as N - 1 has landed, and what arrives while N runs waits for two steps. No
-clock enters a plan: rank 0's clock says *when* a turn begins, which it always did; the other ranks wait for its record.
-All that a wrong estimate costs is idle time of the device, which is counted and widens the margin.
+clock enters a plan: rank 0's clock decides *when* a turn begins only, and the other ranks wait for its record.
+A wrong estimate costs nothing but idle time of the device, which is counted and widens the margin.
 """
 
 from __future__ import annotations

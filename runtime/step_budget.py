@@ -1,4 +1,4 @@
-"""How many tokens a mixed step may have, from what this machine was measured to take for them.
+"""Token budgets of mixed steps, from step times measured at start-up on this machine.
 
 Knows: which measurements the table of runtime/schedule/budget.py needs, and that all ranks use rank 0's.
 Does not know: how a step is measured (runtime/execute/executor.py), how the table is used (runtime/schedule).

@@ -1,7 +1,7 @@
-"""What a window costs against a plain decode step, from what this machine was measured to take for both.
+"""Times of verification steps relative to plain decode steps, measured at start-up on this machine.
 
 Knows: which measurements the policy of runtime/schedule/speculation.py needs, and that all ranks use rank 0's.
-Does not know: how rows come to run before the first step (rehearsal.py), how the table is used.
+Does not know: how rows run before the first request (chain_depth.py), how the table is used.
 """
 
 from __future__ import annotations

@@ -377,6 +377,21 @@ def silent_files(files: dict[str, ast.Module]) -> list[str]:
     return silent
 
 
+OF_OTHERS = {"jit/core.py", "jit/cpp_ext.py", "nvfp4_tensor.py", "torch/weights.py"}  # files of other projects
+
+
+def lost_references(files: dict[str, ast.Module]) -> list[str]:
+    """Files that docstrings of the four layers name, and that are not there, as ``path: name``."""
+    paths, lost = {f"/{path}" for path in files}, []
+    for path, tree in files.items():
+        nodes = ast.walk(tree) if path.split("/")[0] in LAYERS else ()
+        for node in nodes:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                named = re.findall(r"(?<![\w.])(?:\w+/)*[a-z]\w*\.py\b", ast.get_docstring(node) or "")
+                lost += [f"{path}: {one}" for one in named if not any(known.endswith(f"/{one}") for known in paths)]
+    return [one for one in lost if one.split(": ")[1] not in OF_OTHERS]
+
+
 def specs_made_elsewhere(files: dict[str, ast.Module]) -> list[str]:
     """Where a LaunchSpec is made that no resolver made, tests aside, as ``path:line``."""
     found = []
@@ -451,6 +466,10 @@ def test_nothing_runs_code_found_in_data() -> None:
 
 def test_every_file_says_what_it_knows() -> None:
     assert silent_files(python_files()) == []
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    assert lost_references(python_files()) == []
 
 
 def test_a_launch_spec_is_made_by_the_resolver_alone() -> None:
@@ -650,6 +669,11 @@ def test_code_from_data_is_found(source: str) -> None:
 def test_what_only_looks_like_it_is_fine() -> None:
     source = "model.eval()\njson.load(file)\nsafetensors.torch.load_file(path)\nname = 'pickle'"
     assert code_from_data({"launch/x.py": ast.parse(source)}) == []
+
+
+def test_a_lost_reference_is_found() -> None:
+    files = {"models/x.py": ast.parse('"""Knows: y (y.py), z (models/z.py)."""'), "models/y.py": ast.parse("")}
+    assert lost_references(files) == ["models/x.py: models/z.py"]
 
 
 def test_a_silent_file_is_found() -> None:

@@ -1,7 +1,7 @@
 """The bodies that the routes take, as typed structures.
 
 Knows: field names and types, what is refused unless it is at its default. Does not know: legal ranges
-(runtime/frontend/validation.py), what is done with a body (completions.py, chat.py).
+(runtime/frontend/validation.py), what is done with a body (requests.py, generation.py).
 
 Unlike a line of `generate`, a body may have fields that are unknown: clients send what other servers understand. A
 null is the same as a field that is left out. But a field that would change the answer, and that this engine does not

@@ -1,8 +1,7 @@
-"""Fallbacks: slower ways that were taken for lack of the usual one, counted by name and logged at a limited rate.
+"""Slow-path fallbacks, counted by name and logged at a limited rate.
 
-A name has one reason: where the same way is taken for several, each has a name of its own, so that none is silent
-because another one was logged. Knows: counts, and when each name was logged last. Does not know: what the ways are; who
-takes one names it.
+Each reason for a slow path has its own name, so that the log line of one reason does not silence another.
+Knows: counts, and when each name was logged last. Does not know: what the slow paths are; their callers name them.
 """
 
 from __future__ import annotations

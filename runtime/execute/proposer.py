@@ -1,9 +1,9 @@
-"""What a proposer is: what drafts the tokens of a window, and what it is shown of the tokens that were there.
+"""The interface of drafters (proposers): the draft tokens that they return, and the accepted tokens that they observe.
 
 Knows: the interface between roles (runtime/execute/step) and proposers, and what a proposer is made from.
 Does not know: any particular proposer, when a step has a window (runtime/schedule), what becomes of a draft (sampling).
 
-One captured round of width W, for B rows:
+One captured verification step of width W, for B rows:
 
     propose   ``propose(rows, columns, W - 1)``     draft tokens, from what the proposer keeps by slot and caches
     verify    the target's forward pass over the last token and the draft tokens

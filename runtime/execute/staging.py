@@ -1,8 +1,8 @@
-"""What a plan changes, brought to the device in one copy; nothing when nothing changed.
+"""Copies what a plan changes to the device in one transfer; no transfer if nothing changed.
 
 Knows: the ring the changes travel through, and when its memory may be written again.
 Does not know: what a plan's changes are (packing.py), how attention is planned (models/kernels/attention), or what
-reads the tables afterwards (step.py).
+reads the tables afterwards (step/).
 
     stage (host)     pack into a pinned ring entry            after the entry's last copy has left it   (host waits)
     stage stream     pinned entry -> device entry, one copy   after the entry's last apply has read it  (event)

@@ -129,7 +129,7 @@ class Planner:
         return self._mixed_step(width, cut)
 
     def _stride(self, mixed: MixedSteps, room: int) -> int:
-        """One of so many steps has chunks; ``room``: tokens that a step may take of all that wait."""
+        """Chunks come in every n-th step; returns n. ``room``: most prompt tokens that one step may take."""
         if mixed.stride == 1 or self.prefill.waiting_tokens(self.limits.max_model_len) > room:
             return 1
         return mixed.stride

@@ -140,7 +140,7 @@ class Scheduler:
         return plan
 
     def _count(self, plan: StepPlan | None) -> None:
-        """Before the step joins the chain."""
+        """Counts the step and why it was not chained, before it joins the chain."""
         counters, chain = self.counters, self.chain
         if plan is None:
             counters.void_steps += 1
@@ -326,13 +326,13 @@ class Scheduler:
         return (self.ledger.end(sequence, reason, detail),)
 
     def _distrust_broken(self, flight: Flight, plan: StepPlan, result: StepResult) -> None:
-        """Before anything else of a step is applied. A ghost with non-finite logits counts, too."""
+        """Evicts blocks of rows with non-finite logits, ghosts included, before the rest of the step is applied."""
         for sequence, slot, epoch, code in zip(flight.rows, plan.slots, plan.epochs, result.finish, strict=True):
             if code == _ERROR:
                 prefix.distrust(self.ledger, sequence, ghost=self._is_ghost(slot, epoch))
 
     def _drop_ghosts(self, rows: list[SequenceState | None], plan: StepPlan, result: StepResult) -> list[int]:
-        """Returns their numbers."""
+        """Sets ghosts to None in ``rows``; returns their indices."""
         epochs, pairs = self.slots.epochs, enumerate(zip(plan.slots, plan.epochs, strict=True))
         ghosts = [i for i, (slot, epoch) in pairs if epochs[slot] != epoch]
         for i in ghosts:
@@ -354,7 +354,7 @@ class Scheduler:
             self.ledger.fall_short(sequence)
 
     def _gained(self, sequence: SequenceState, plan: StepPlan, row: int) -> None:
-        """Its first token since its admission, or enough of them for a full block; nothing for a chunk in between."""
+        """Publish the row's full blocks if the step sampled a token for it, as all rows but inner prefill chunks do."""
         if plan.draws(row):
             prefix.gained(self.ledger, sequence)
 

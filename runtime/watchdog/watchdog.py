@@ -1,7 +1,7 @@
 """The watchdog: a thread a rank that reports its engine's progress to the others, and ends the job when one does not.
 
 Knows: when to speak, to listen and to judge, and how long a report waits for a better explanation.
-Does not know: what progress is (progress.py), who is to blame (peer_view.py, blame.py), how frames travel
+Does not know: what the engine reports as progress, who is to blame (peer_view.py, blame.py), how frames travel
 (heartbeat.py), what is done before the process leaves (shutdown.py), what the engine does.
 
     every ``interval``   each rank reports where its engine is, and for how long, to its leader, which reports to others

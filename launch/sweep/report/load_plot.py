@@ -72,7 +72,7 @@ def _save(figure: Figure, out: Path) -> None:
 def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str, steady: tuple[float, float] | None = None) -> Figure:
     """Tokens a second, requests, and steps where they are known, one panel below the other.
 
-    ``rows``: of load/timeline.py. ``steady``: seconds, shaded.
+    ``rows``: of launch/bench/load/figures.py. ``steady``: seconds, shaded.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What the samples of a step change: records, histories, an entry of the result ring, and what a proposer observes.
+"""Writes a step's samples back: slot records, token histories, an entry of the result ring, what a drafter observes.
 
 Knows: how samples become appended tokens (the rule of acceptance is in sampling/acceptance.py), and how these are laid
 out as Observed. Does not know: the forward pass, sampling, what a proposer makes of it. Everything is graph-safe. On

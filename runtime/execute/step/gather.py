@@ -1,4 +1,4 @@
-"""What a step reads of its rows' slots before the forward pass, and with each row's draft tokens.
+"""Gathers a step's inputs by slot from the device tables, together with each row's draft tokens.
 
 Knows: how a row's length and finished flag (slot_state.py) become positions, KV places and masks. Does not know: the
 forward pass, sampling, what is written back (commit.py). Everything is graph-safe. On CUDA one Triton launch gathers

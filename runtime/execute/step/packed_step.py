@@ -63,14 +63,14 @@ class PackedStep:
 
     @cached_property
     def tails(self) -> RowGraphs:
-        """By rows, in every kind of sampling that was asked for so far."""
+        """Graphs of the tail, by number of rows and by each sampling variant requested so far."""
         emitting_R = self._parts.staging.padded_chunks(self._parts.staging.max_rows).emitting_R
         maps = {bucket: emitting_R[:bucket] for bucket in self._parts.config.decode_buckets}
         return RowGraphs("tail", self._parts.device, self._captured_tail, self._parts.ring, maps, width=self.width)
 
     @cached_property
     def proposals(self) -> RowGraphs:
-        """By decode rows. Which rows decode is read where the tails' row map lies."""
+        """Graphs of the propose part, by number of decode rows; these rows come first in the row map of ``tails``."""
 
         def propose(rows_B: Tensor, variant: SamplingVariant, exchange: int) -> None:
             self.decode.propose(len(rows_B), variant)
@@ -79,7 +79,7 @@ class PackedStep:
 
     @property
     def row_graphs(self) -> list[RowGraphs]:
-        """Those that may be captured late."""
+        """Graphs that may be captured after start-up, when a request needs another sampling variant."""
         return [self.tails, self.proposals] if self.decode.proposes else [self.tails]
 
     @property

@@ -47,7 +47,7 @@ class RowStep:
             raise ValueError("a window needs a proposer")
         if width > 1 and (stuck := parts.model.irrevocable):
             raise ValueError(
-                f"windows of {width}: state of slots cannot be taken back where a row keeps fewer tokens, by "
+                f"windows of {width}: rows may append fewer tokens, and recurrent state cannot be rolled back by "
                 f"{', '.join(stuck)}"
             )
         self.name = name or (f"tree of {tree}" if tree else "decode" if width == 1 else f"window of {width}")
@@ -108,7 +108,7 @@ class RowStep:
     def slot_state(
         self, slots_B: Tensor, *, undecided: Callable[[Undecided], None], tree: StateTree | None
     ) -> StateRows:
-        """Whose state each row continues. A window leaves it as it is."""
+        """Recurrent state of the rows' slots (int64 [B]). The forward pass of a draft window does not change it."""
         return StateRows(slots_B) if self.width == 1 else StateRows(slots_B, undecided=undecided, tree=tree)
 
     # ---- start-up ----

@@ -3,7 +3,7 @@
 Lives with such steps, of one width and over every model: test_lives.py. Random lives and drafters: test_speculation.py,
 test_drafted.py. The rule: tests/runtime/schedule.
 
-Knows: other widths, several widths, several ranks, and mutants of the step (runtime/execute/step/mixed_window.py).
+Knows: other widths, several widths, several ranks, and mutants of the step (runtime/execute/step/drafts.py).
 """
 
 from __future__ import annotations
