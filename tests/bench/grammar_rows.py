@@ -1,7 +1,8 @@
 """What rows with a grammar cost other rows, and themselves: `python -m tests.bench.grammar_rows MODEL [--rows 64]`.
 
-Prints milliseconds a token of free rows and of rows with a grammar: none, one and all of ``--rows`` have one; what a
-mask costs, and the time until a tool's schema of 20 properties has its first mask.
+Prints milliseconds a token of free rows and of rows with a grammar: none, one and all of ``--rows`` have one, from the
+host or from a table; all of them a recursive one, which has no table; what a mask costs, and the time until a tool's
+schema of 20 properties has its first mask.
 """
 
 from __future__ import annotations
@@ -14,6 +15,23 @@ from time import perf_counter
 from lockstride import EngineClient, EngineConfig, PromptRequest, SamplingParams, open_engine, structured
 
 TOKENS = 200
+TREE = {  # recursive: it has no table; and longer than an answer
+    "type": "array",
+    "items": {"$ref": "#/$defs/node"},
+    "minItems": 2000,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "size": {"type": "integer"},
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["name", "size"],
+            "additionalProperties": False,
+        }
+    },
+}
 
 
 def schema(properties: int) -> dict[str, object]:
@@ -36,7 +54,7 @@ def main() -> None:
         "--load-format", default="safetensors", help="dummy: the folder has config.json, tokenizer.json"
     )
     asked = parser.parse_args()
-    grammar = structured(regex='("[^"]{0,30}", )*')
+    strings, tree = structured(regex='("[^"]{0,30}", )*'), structured(json=TREE)
     config = EngineConfig(
         model=asked.model,
         load_format=asked.load_format,
@@ -51,7 +69,7 @@ def main() -> None:
         assert grammars is not None
         maker, grammars.maker = grammars.maker, None
 
-        def run(what: str, constrained: int) -> None:
+        def run(what: str, constrained: int, grammar: str = strings) -> None:
             before, at = dict(engine.counters), defaultdict[int, list[float]](list)
             for row in range(asked.rows):
                 own = grammar if row < constrained else ""
@@ -74,15 +92,17 @@ def main() -> None:
 
         for constrained in (0, 0, 1, asked.rows):  # the first of them warms up
             run("masks from the host", constrained)
+        run("of trees, masks from the host", asked.rows, tree)  # a first one, to compile it
+        run("of trees, masks from the host", asked.rows, tree)
         grammars.maker = maker
         began = perf_counter()
         while engine.counters["grammar_tabled"] == 0 and perf_counter() - began < 60:
-            sampling = SamplingParams(max_tokens=20, ignore_eos=True, grammar=grammar)
+            sampling = SamplingParams(max_tokens=20, ignore_eos=True, grammar=strings)
             client.submit(PromptRequest([100] * 64, sampling))
             while client.live:
                 client.turn()
         print(f"its table was there within {perf_counter() - began:.2f} s, tokenizer included", flush=True)
-        for constrained in (0, 1, asked.rows):
+        for constrained in (0, 1, asked.rows, 0, 1):
             run("masks from a table", constrained)
         began = perf_counter()
         client.submit(PromptRequest([5], SamplingParams(max_tokens=1, grammar=structured(json=schema(20)))))
