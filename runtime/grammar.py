@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.grammar_tables.automaton import known
+from runtime.grammar_tables.lark import unforced
 from runtime.grammar_tables.token_table import TokenTable
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.tables import PLACES
@@ -279,28 +281,32 @@ def _matcher(tokens: Any, grammar: str) -> Any:
     """Where a text is forced, any tokens that spell it are allowed, as by a table; else the tokenizer's own only."""
     made = library()
     if known(grammar):
-        grammar += '%llguidance {"no_forcing": true}\n'
+        grammar = unforced(grammar)
     return made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
 
 
 class ByteMatcher:
-    """Reads texts byte by byte."""
+    """Reads texts byte by byte. ``special``: ids of tokens in the grammar, which are 257 and following ones here."""
 
     bos_token_id, eos_token_id = None, 256
-    special_token_ids: Final = (256,)
-    tokens: Final = [*(bytes([byte]) for byte in range(256)), b"<end>"]
 
-    def __init__(self, grammar: str) -> None:
+    def __init__(self, grammar: str, special: Sequence[int] = ()) -> None:
         made = library()
-        self._matcher = _matcher(made.LLTokenizer(made.TokenizerWrapper(self), n_vocab=257), grammar)
-        self._mask_W = np.zeros(9, np.int32)
+        number = {str(token): str(257 + at) for at, token in enumerate(special)}
+        grammar = re.sub(r"(?<=<\[)\d+(?=\]>)", lambda found: number.get(found[0], found[0]), grammar)
+        self.special_token_ids = range(256, 257 + len(special))
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *(b"<%d>" % at for at in self.special_token_ids)]
+        tokens = made.LLTokenizer(made.TokenizerWrapper(self), n_vocab=len(self.tokens))
+        self._matcher = _matcher(tokens, grammar)
+        self._mask_W = np.zeros(-(-len(self.tokens) // WORD_BITS), np.int32)
+        self.mask_bytes = self._mask_W.nbytes
 
     def __call__(self, said: str | bytes) -> list[int]:
         """Bytes as tokens, for the library."""
         return list(said.encode() if isinstance(said, str) else said)
 
     def mask(self) -> bytes:
-        """A bit for each byte that may follow, and one for the end of the text, in 36 bytes."""
+        """A bit for each byte that may follow, one for the end of the text, and one for each special token."""
         self._matcher.unsafe_compute_mask_ptr(self._mask_W.ctypes.data, self._mask_W.nbytes)
         return self._mask_W.tobytes()
 

@@ -1,13 +1,11 @@
 """Regular grammars as deterministic automata over bytes.
 
-Knows: which grammars are one regular expression, a choice or a JSON schema, limits by count. Does not know: tokens
-(token_table.py). What is not known here has no automaton: a matcher serves it.
+Knows: limits by count. Does not know: notations (lark.py), tokens (token_table.py) but special ones, which are like a
+byte more. What has no automaton is served by a matcher.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -19,32 +17,36 @@ from runtime.grammar_tables.expression import (
     Chars,
     Either,
     Every,
-    Expression,
+    Ranges,
+    SpecialToken,
     Times,
     Tree,
     Unsupported,
-    text,
+    Upto,
+    without,
 )
-from runtime.grammar_tables.json_text import JsonText
+from runtime.grammar_tables.lark import tree_of
 
 MOST_NODES: Final = 1 << 17  # of the automaton that is made deterministic
-MOST_STATES: Final = 1 << 13
+MOST_STATES: Final = 1 << 14
 MOST_WORK: Final = 1 << 22  # edges that are followed
 
 
 class Automaton(NamedTuple):
     """Deterministic. ``next_SC`` int32: the state after a byte of class c; state 0 is the sink, 1 the start, and every
-    other one may come to a text's end. ``class_of_256`` uint8. ``accepting_S`` bool."""
+    other one may come to a text's end. ``class_of_256`` uint8. ``accepting_S`` bool. ``special``: special tokens, each
+    one of the last classes."""
 
     next_SC: npt.NDArray[np.int32]
     class_of_256: npt.NDArray[np.uint8]
     accepting_S: npt.NDArray[np.bool_]
+    special: tuple[int, ...] = ()
 
 
 def automaton_of(grammar: str) -> Automaton | None:
     """Of a grammar in llguidance's notation; None if it is none of those that are known, or too large."""
     try:
-        return _automaton(_tree(grammar))
+        return _automaton(tree_of(grammar))
     except (Unsupported, RecursionError):
         return None
 
@@ -52,26 +54,10 @@ def automaton_of(grammar: str) -> Automaton | None:
 def known(grammar: str) -> bool:
     """Whether it is one of those, of any size."""
     try:
-        _tree(grammar)
+        tree_of(grammar)
     except (Unsupported, RecursionError):
         return False
     return True
-
-
-def _tree(grammar: str) -> Tree:
-    found = re.fullmatch(r"start: (.*)\n", grammar, re.DOTALL)
-    said = found[1] if found else ""
-    if said.startswith("%json {"):
-        try:
-            schema = json.loads(said.removeprefix("%json "))
-        except ValueError:
-            raise Unsupported from None
-        return JsonText(schema).tree
-    if len(said) > 1 and said.startswith("/") and said.endswith("/"):
-        return Expression(said[1:-1]).tree
-    if re.fullmatch(r'"([^"\\]|\\.)*"( \| "([^"\\]|\\.)*")*', said):
-        return Either(tuple(text(json.loads(one)) for one in re.findall(r'"(?:[^"\\]|\\.)*"', said)))
-    raise Unsupported
 
 
 class _Nodes:
@@ -79,6 +65,7 @@ class _Nodes:
 
     def __init__(self) -> None:
         self.edges: list[list[tuple[int, int, int]]] = []  # of each node: lowest byte, highest, node
+        self.special: dict[int, int] = {}  # by id: beyond the bytes
         self.empty: list[list[int]] = []
         self._reached: dict[int, tuple[int, ...]] = {}
 
@@ -93,14 +80,14 @@ class _Nodes:
         """Returns the node that texts of ``tree`` lead to from ``start``."""
         match tree:
             case Chars(ranges):
-                end = self.node()
-                for sequence in (one for low, high in ranges for one in _in_bytes(low, high)):
-                    at = start
-                    for low, high in sequence[:-1]:
-                        at, before = self.node(), at
-                        self.edges[before].append((low, high, at))
-                    self.edges[at].append((*sequence[-1], end))
+                self._read(ranges, start, end := self.node())
                 return end
+            case SpecialToken(token_id):
+                symbol = self.special.setdefault(token_id, 256 + len(self.special))
+                self.edges[start].append((symbol, symbol, end := self.node()))
+                return end
+            case Upto(mark):
+                return self._upto(mark, start)
             case Every(parts):
                 for part in parts:
                     start = self.add(part, start)
@@ -124,6 +111,27 @@ class _Nodes:
                     start = self.add(part, start)
                     self.empty[start].append(end)
                 return end
+
+    def _read(self, ranges: Ranges, start: int, end: int) -> None:
+        for sequence in (one for low, high in ranges for one in _in_bytes(low, high)):
+            at = start
+            for low, high in sequence[:-1]:
+                at, before = self.node(), at
+                self.edges[before].append((low, high, at))
+            self.edges[at].append((*sequence[-1], end))
+
+    def _upto(self, mark: str, start: int) -> int:
+        """A node for each beginning of ``mark`` that a text may end with (Knuth, Morris and Pratt 1977)."""
+        read = [self._after(start), *(self.node() for _ in mark)]
+        letters = sorted(set(mark))
+        others = without(tuple((ord(one), ord(one)) for one in letters))
+        for count, node in enumerate(read[:-1]):
+            for letter in letters:
+                said = mark[:count] + letter
+                longest = next(size for size in range(count + 1, -1, -1) if said.endswith(mark[:size]))
+                self._read(((ord(letter), ord(letter)),), node, read[longest])
+            self._read(others, node, read[0])
+        return read[-1]
 
     def _after(self, node: int) -> int:
         after = self.node()
@@ -168,8 +176,8 @@ def _automaton(tree: Tree) -> Automaton:
     start = nodes.node()
     last = nodes.add(tree, start)
     cuts = sorted({0, 256, *(cut for edges in nodes.edges for low, high, _ in edges for cut in (low, high + 1))})
-    class_of_256 = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts)).astype(np.uint8)
-    class_of = class_of_256.tolist()
+    class_of = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts)).tolist()
+    class_of_256 = np.array(class_of[:256], np.uint8)
     states: dict[frozenset[int], int] = {frozenset(): 0, frozenset(nodes.reached(start)): 1}
     table, work = [[0] * (len(cuts) - 1)], 0
     for state in (queue := list(states)[1:]):
@@ -190,4 +198,5 @@ def _automaton(tree: Tree) -> Automaton:
         table.append(row)
         if len(states) > MOST_STATES or work > MOST_WORK:
             raise Unsupported
-    return Automaton(np.array(table, np.int32), class_of_256, np.array([last in state for state in states]))
+    accepting_S = np.array([last in state for state in states])
+    return Automaton(np.array(table, np.int32), class_of_256, accepting_S, tuple(nodes.special))

@@ -23,6 +23,18 @@ class Chars(NamedTuple):
     ranges: Ranges
 
 
+class SpecialToken(NamedTuple):
+    """That one, which no text spells."""
+
+    token_id: int
+
+
+class Upto(NamedTuple):
+    """Any text that ends with ``mark``, which stands nowhere before."""
+
+    mark: str
+
+
 class Every(NamedTuple):
     """One after the other."""
 
@@ -39,7 +51,7 @@ class Times(NamedTuple):
     most: int | None  # None: any number
 
 
-Tree = Chars | Every | Either | Times
+Tree = Chars | SpecialToken | Upto | Every | Either | Times
 
 
 def text(said: str) -> Tree:
@@ -196,3 +208,6 @@ def without(ranges: Ranges, among: Ranges = ((0, LAST),)) -> Ranges:
         if low <= high:
             found.append((low, high))
     return tuple(found)
+
+
+ANY_TEXT: Final = Expression(r"(.|\n)*").tree

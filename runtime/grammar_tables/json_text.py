@@ -59,6 +59,7 @@ def _quoted(tree: Tree) -> Tree:
             return Either(tuple(map(_quoted, parts)))
         case Times(part, least, most):
             return Times(_quoted(part), least, most)
+    raise Unsupported
 
 
 def _string(letters: Tree) -> Tree:

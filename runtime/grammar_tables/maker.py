@@ -129,12 +129,16 @@ def made_table(vocabulary: Vocabulary, spec: TableSpec) -> TokenTable | None:
 
 
 def agrees(automaton: Automaton, grammar: str) -> bool:
-    """Whether llguidance allows the same bytes and ends in each state, each reached in one way."""
-    classes = automaton.next_SC.shape[1]
-    allowed_S257 = np.concatenate((automaton.next_SC[:, automaton.class_of_256] > 0, automaton.accepting_S[:, None]), 1)
-    masks = [np.packbits(row, bitorder="little").tobytes() for row in np.pad(allowed_S257, ((0, 0), (0, 31)))]
-    byte_of = np.unique(automaton.class_of_256, return_index=True)[1].tolist()
-    matcher, seen, way = ByteMatcher(grammar), {1}, [(1, iter(range(classes)))]
+    """Whether llguidance allows the same bytes, ends and special tokens in each state, each reached in one way."""
+    classes, special = automaton.next_SC.shape[1], len(automaton.special)
+    allowed_SC = automaton.next_SC > 0
+    allowed = allowed_SC[:, automaton.class_of_256], automaton.accepting_S[:, None], allowed_SC[:, classes - special :]
+    allowed_SN = np.concatenate(allowed, 1)
+    matcher = ByteMatcher(grammar, automaton.special)
+    masks = [row.tobytes() for row in np.packbits(allowed_SN, axis=1, bitorder="little")]
+    masks = [mask.ljust(matcher.mask_bytes, b"\0") for mask in masks]
+    symbols = [*np.unique(automaton.class_of_256, return_index=True)[1].tolist(), *range(257, 257 + special)]
+    seen, way = {1}, [(1, iter(range(classes)))]
     if matcher.mask() != masks[1]:
         return False
     while way:
@@ -143,7 +147,7 @@ def agrees(automaton: Automaton, grammar: str) -> bool:
             after = int(automaton.next_SC[state, byte_class])
             if after and after not in seen:
                 seen.add(after)
-                if not matcher.consume(byte_of[byte_class]) or matcher.mask() != masks[after]:
+                if not matcher.consume(symbols[byte_class]) or matcher.mask() != masks[after]:
                     return False
                 way.append((after, iter(range(classes))))
                 break

@@ -79,6 +79,12 @@ class Vocabulary:
                 if len(functions_FS) > MOST_CLASSES:
                     return None
             function_V[going_T] = np.array(found)[pair_T]
+        columns_TS = automaton.next_SC.T[byte_classes - len(automaton.special) :]
+        for token, column_S in zip(automaton.special, columns_TS, strict=True):
+            if token >= self.size or self.lengths_V[token]:
+                return None  # a text, which may come in two ways
+            function_V[token] = len(functions_FS)
+            functions_FS.append(column_S)
         return self._with_stops(automaton, spec, function_V, functions_FS)
 
     def _with_stops(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -50,8 +51,19 @@ NONE: list[str] = [
     structured(json={"type": "string", "format": "date"}),
     structured(json={"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}),
     structured(json={"type": "string", "maxLength": 9999}), structured(regex="(a{99}b{99}){99}"),
-    "start: a\na: /b/\n", "start: /a/ /b/\n", 'start: "a" "b"\n', "start: %json {}\n",
-    "start: /a*?/\n", "start: /^a/\n",
+    'start: "(" start? ")"\n', "start: a\n", "start: %json {}\n", "start: /a*?/\n", "start: /^a/\n", 'start: "a"i\n',
+    'start: "a" ~ 2\n', 'start: ("a"\n', 'start: "a")\n', "start: @other\n", 'start: a\na[lazy]: "b" "c"\n', "{}", "",
+    'start: (a "b")* TEXT\na[lazy]: TEXT ";"\nTEXT: /(.|\\n)*/\n',
+]  # fmt: skip
+
+
+RULES: list[str] = [
+    'start: a (b | "c" d?)*\na: /b{1,2}/ | "d"+\nb: "(" a ")"\nd: ("x" | /y/) | "z"\n',
+    'start: (<[1]> thoughts)? calls\nthoughts: TEXT <[2]>\ncalls: call ("\\n" call)*\ncall: "f:" text | "g" %json '
+    + structured(json={"type": "integer", "maximum": 7}).removeprefix("start: %json ")
+    + 'text[lazy]: TEXT ";a;b"\nTEXT: /(.|\\n)*/\n',
+    json.dumps({"grammars": [{"lark_grammar": 'start: TEXT <[1]> "é"? @answer\nTEXT: /(.|\\n)*/\n'},
+                             {"name": "answer", "lark_grammar": structured(choice=["a", "ab"])}]}),
 ]  # fmt: skip
 
 
@@ -60,6 +72,7 @@ def grammars_of() -> list[str]:
     random_ones = [schema(random.Random(f"tables {i}")) for i in range(60)]
     return [
         *(structured(regex=one) for one in EXPRESSIONS),
+        *RULES,
         structured(choice=["a", "ab", "", '"x\\n', "é"]),
         *(structured(json=one) for one in [*of_numbers, *SCHEMAS, *random_ones]),
     ]
@@ -77,6 +90,7 @@ def test_automata_allow_the_bytes_that_llguidance_does_in_every_state() -> None:
     assert len(made) > 65
     for grammar, automaton in made:
         assert agrees(automaton, grammar), grammar
+    assert {grammar for grammar, _ in made} >= {*RULES}
 
 
 @pytest.mark.parametrize("grammar", NONE)
@@ -101,9 +115,10 @@ def test_masks_are_those_of_a_matcher_along_answers(small: tuple[Grammars, Vocab
     draw, compared = random.Random(str(limits)), 0
     stops = limits.get("stops", (EOS,))
     mask_W = np.zeros(-(-VOCABULARY // 32), np.int32)
-    for grammar in draw.sample(grammars_of(), 40):
+    for grammar in [*RULES, *draw.sample(grammars_of(), 40)]:
         sampling = SamplingParams(grammar=grammar, **{name: one for name, one in limits.items() if name != "stops"})
         table = made_table(vocabulary, Request(0, [1], sampling, stops).table_spec)
+        assert (table is None) <= (grammar not in RULES)
         if table is None:
             continue
         for _ in range(3):

@@ -19,6 +19,8 @@ from runtime.frontend.structured import structured
 from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
 from runtime.grammar import Grammars
+from runtime.grammar_tables.automaton import automaton_of, known
+from runtime.grammar_tables.maker import agrees
 from runtime.schedule.request import SamplingParams
 from tests.runtime.frontend import small_tokenizers
 
@@ -169,6 +171,24 @@ def test_a_strict_tool_is_free_to_be_called(parser: str, call: str, marks: tuple
     grammars.close()
 
 
+@pytest.mark.parametrize("parser", [name for name in _FORMS if name != "qwen3_xml"])
+def test_calls_of_strict_tools_have_tables(parser: str) -> None:
+    """Also behind reasoning; of tools that need not be called, where the mark is a token."""
+    added = added_tokens(with_tokens(*TOKENS, "<think>", "</think>"))
+    required = grammar_of_calls(parser, TOOLS, {}, choice="", one=False)
+    named = grammar_of_calls(parser, TOOLS, added, choice="weather", one=False)
+    thought = with_reasoning(named, "qwen3", "<think>", added)
+    assert thought != named
+    grammars = [required, named, thought]
+    if parser in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32"):
+        grammars.append(grammar_of_calls(parser, TOOLS, added, choice=None, one=False))
+        assert not known(grammar_of_calls(parser, TOOLS, {}, choice=None, one=False))
+    for grammar in grammars:
+        automaton = automaton_of(grammar)
+        assert automaton is not None
+        assert agrees(automaton, grammar)
+
+
 CHANNELS = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|return|>"
 THOUGHT = "<|channel|>analysis<|message|>hm <|end|><|start|>assistant"
 CALLED = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "B", "unit": "C"}'
@@ -185,6 +205,10 @@ def test_harmony_thinks_first_and_then_calls_or_answers() -> None:
 
     called = grammar_of_calls("openai", TOOLS, added, choice="weather", one=False)
     free = grammar_of_calls("openai", TOOLS, added, choice=None, one=False)
+    for one in (called, free):
+        grammar = with_reasoning(one, HARMONY, "", added, calls=True)
+        assert (automaton := automaton_of(grammar)) is not None
+        assert agrees(automaton, grammar)
     preamble = THOUGHT.replace("analysis", "commentary")
     for text in (CALLED, THOUGHT + CALLED, THOUGHT + preamble + CALLED):
         assert allows(called, text)
