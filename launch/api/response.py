@@ -204,17 +204,23 @@ def _completion_choices(request: PreparedRequest, output: RequestOutput, tokeniz
 
 
 def _apart(completion: Completion, first: str, last: str, tokenizer: Tokenizer | None) -> Row:
-    """Reasoning and content of a message; nothing where the reasoning did not end. A mark may be a token that has no
-    text of its own."""
-    ids, mark = completion.token_ids, added_tokens(tokenizer).get(last)
-    if tokenizer is not None and mark in ids:
-        at = ids.index(mark)
-        before, after = tokenizer.decode(ids[:at]), tokenizer.decode(ids[at + 1 :])
+    """Reasoning and content of a message; nothing where the reasoning did not end. Marks may begin and end with tokens
+    that have no text of their own."""
+    ids, added = completion.token_ids, added_tokens(tokenizer)
+    begins = next((token for name, token in added.items() if name and last.startswith(name)), None)
+    ends = next((token for name, token in added.items() if name and last.endswith(name)), None)
+    if tokenizer is not None and begins in ids and ends in ids:
+        end = len(ids) - ids[::-1].index(ends)
+        begin = len(ids) - ids[::-1].index(begins, len(ids) - end) - 1
+        opened = tuple(tokenizer.encode(first, add_special_tokens=False))
+        thoughts = ids[len(opened) : begin] if ids[: len(opened)] == opened else ids[:begin]
+        before, after = tokenizer.decode(thoughts), tokenizer.decode(ids[end:])
     else:
         before, found, after = completion.text.partition(last)
         if not found:
             return {}
-    return {"reasoning": before.strip().removeprefix(first).strip(), "content": after.lstrip()}
+        before = before.strip().removeprefix(first)
+    return {"reasoning": before.strip(), "content": after.lstrip()}
 
 
 def _prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:

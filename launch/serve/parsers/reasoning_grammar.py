@@ -14,6 +14,7 @@ from launch.serve.parsers.table import HARMONY, REASONING
 from runtime.frontend.structured import TEXT, after_reasoning, upto, written
 
 HARMONY_FINAL: Final = "<|channel|>final<|message|>"
+_HARMONY_MARKS: Final = "<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{HARMONY_FINAL}"
 
 
 def with_reasoning(grammar: str, form: str, prompt: str, added: Mapping[str, int], *, calls: bool = False) -> str:
@@ -27,7 +28,9 @@ def with_reasoning(grammar: str, form: str, prompt: str, added: Mapping[str, int
 
 
 def marks_of(form: str | None) -> tuple[str, str] | None:
-    """What stands around reasoning in the format ``form``; None where that is not two marks."""
+    """What stands around reasoning in the format ``form``; of gpt-oss around one message before the answer."""
+    if form == HARMONY:
+        return _HARMONY_MARKS
     marks = REASONING.get(form or "", "")
     return (named(marks[0]), named(marks[1])) if marks else None
 

@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 
 from launch.api import body_rules
 from launch.api.parser import BadLine, Form, PreparedRequest, RequestParser
-from launch.api.response import answer_row
+from launch.api.response import _apart, answer_row
 from launch.api.schema import ChatFields, CompletionFields
 from launch.generate.input_file import FinishedRows, count_lines, read_lines, read_requests
+from launch.serve.parsers.reasoning_grammar import marks_of
+from launch.serve.parsers.table import HARMONY
 from runtime.frontend.chat_template import ChatTemplate
 from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.outputs import Completion, RequestOutput, Timing
-from runtime.frontend.structured import after_reasoning
-from runtime.frontend.tokenizer import added_tokens
+from runtime.frontend.structured import after_reasoning, structured
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
+from runtime.grammar import Grammars
+from runtime.grammar_tables.automaton import automaton_of
 from runtime.schedule.request import FinishReason, SamplingParams
 from tests.launch.api import bad_lines, line_forms
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
@@ -372,3 +376,26 @@ def test_a_chat_with_a_form_may_think_first(opened: bool) -> None:
     assert message(request, f'{said}\nhm\n</think>\n\n{{"a": 1}}') == apart
     assert message(request, '{"a": 1}')["content"] == '{"a": 1}'
     assert message(free, "hm</think>so")["content"] == "hm</think>so"
+
+
+def test_a_batch_of_gpt_oss_thinks_first() -> None:
+    """In one message of analysis; its answer is in one of the final channel."""
+    pytest.importorskip("llguidance")
+    names = "<|channel|>", "<|message|>", "<|start|>", "<|return|>"
+    backend = small_tokenizers.byte_level_backend().__class__.from_str(small_tokenizers.byte_level().to_json())
+    backend.add_tokens(list(names))
+    tokenizer = Tokenizer(backend)
+    added = added_tokens(tokenizer)
+    marks = marks_of(HARMONY)
+    assert marks is not None
+    grammars = Grammars(tokenizer.to_json, 400, (added["<|return|>"],))
+    grammar = after_reasoning("start: %json {}\n", marks, "hi<|start|>assistant", added)
+    said = '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
+    matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
+    matcher.accept(ids := tokenizer.encode(said))
+    assert matcher.usable
+    assert matcher.compiled.is_accepting()
+    assert automaton_of(after_reasoning(structured(choice=["a"]), marks, "", added)) is not None
+    ended = Completion(0, tokenizer.decode(ids), tuple(ids), FinishReason.STOP, 0)
+    assert _apart(ended, *marks, tokenizer) == {"reasoning": "hm", "content": '{"a": 1}'}
+    grammars.close()
