@@ -17,7 +17,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -112,8 +111,7 @@ class Grammars:
         self.maker: MakesTables | None = None
         self.places = PLACES  # on the device, for tables; 0: requests have no grammars
         self._tokenizer_json = tokenizer_json
-        self._compiled: OrderedDict[str, Future[list[Any] | None]] = OrderedDict()
-        self._copies = 0
+        self._compiled: OrderedDict[str, Future[_Compiled | None]] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
@@ -137,9 +135,8 @@ class Grammars:
         except BaseException as error:  # the library raises plain ones, or panics
             raise GrammarError(f"structured output is not possible with this tokenizer: {error}") from error
 
-    def begin(self, grammar: str) -> Future[list[Any] | None]:
-        """Compile it in another thread. The future raises GrammarError for one that cannot be used; its matchers become
-        more in time."""
+    def begin(self, grammar: str) -> Future[_Compiled | None]:
+        """Compile it in another thread. The future raises GrammarError for one that cannot be used."""
         with self._lock:
             future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
             self._compiled[grammar] = future
@@ -155,24 +152,18 @@ class Grammars:
         """Raises GrammarError if it cannot be used. Waits until it is compiled."""
         self.begin(grammar).result()
 
-    def _compile(self, grammar: str) -> list[Any] | None:
-        began = perf_counter()
+    def _compile(self, grammar: str) -> _Compiled | None:
+        began, regular = perf_counter(), known(grammar)
+        written = unforced(grammar) if regular else grammar
         try:
-            matchers = [self._compiled_matcher(grammar)]
+            found = _Compiled(written, [self._compiled_matcher(written)], spare=0 if regular else REPLICAS - 1)
         finally:
             self.counters.grammar_compiles += 1
             self.counters.grammar_compile_seconds += perf_counter() - began
-        if not self._keeps:
-            return None
-        threads = self.__dict__.get("_threads")
-        if threads is not None and not known(grammar):  # else most rows soon have a table
-            with suppress(RuntimeError):  # at the end
-                for _ in range(REPLICAS - 1):
-                    threads.submit(lambda: matchers.append(self._compiled_matcher(grammar)))
-        return matchers
+        return found if self._keeps else None
 
-    def _compiled_matcher(self, grammar: str) -> Any:
-        matcher = _matcher(self._tokens, grammar)
+    def _compiled_matcher(self, written: str) -> Any:
+        matcher = _matcher(self._tokens, written)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -180,13 +171,22 @@ class Grammars:
             raise GrammarError(" ".join(why.split()))
         return matcher
 
+    def _copy(self, found: _Compiled | None) -> Any:
+        """A matcher at the beginning. From the second use on there are more to copy, which do not keep others waiting
+        that are to be compiled for the first time."""
+        if found is None:
+            return None
+        found.copies += 1
+        if found.copies > 1 and found.spare:
+            found.spare -= 1
+            self._threads.submit(lambda: found.matchers.append(self._compiled_matcher(found.written)))
+        return found.matchers[found.copies % len(found.matchers)].deep_copy()
+
     def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
         """For a request that has generated ``answer``. Waits until its grammar is compiled."""
         began = perf_counter()
         try:
-            replicas = self.begin(sampling.grammar).result() or ()
-            self._copies += 1
-            compiled = replicas[self._copies % len(replicas)].deep_copy()
+            compiled = self._copy(self.begin(sampling.grammar).result())
         except GrammarError as error:
             log.error("a request ends, since this rank cannot use its grammar: %s", error)
             compiled = None
@@ -227,6 +227,17 @@ class Grammars:
             self.maker.close()
         if (threads := self.__dict__.pop("_threads", None)) is not None:
             threads.shutdown(cancel_futures=True)
+
+
+@dataclass
+class _Compiled:
+    """``written``: what was compiled. ``matchers``: at the beginning, to be copied ``copies`` times so far; ``spare``:
+    so many more may be made."""
+
+    written: str
+    matchers: list[Any]
+    spare: int
+    copies: int = 0
 
 
 class Matcher:
@@ -277,12 +288,9 @@ class Matcher:
             allowed_W &= self._allowed_W
 
 
-def _matcher(tokens: Any, grammar: str) -> Any:
-    """Where a text is forced, any tokens that spell it are allowed, as by a table; else the tokenizer's own only."""
+def _matcher(tokens: Any, written: str) -> Any:
     made = library()
-    if known(grammar):
-        grammar = unforced(grammar)
-    return made.LLMatcher(tokens, grammar, log_level=0, limits=made.LLParserLimits(**_LIMITS))
+    return made.LLMatcher(tokens, written, log_level=0, limits=made.LLParserLimits(**_LIMITS))
 
 
 class ByteMatcher:
@@ -297,7 +305,7 @@ class ByteMatcher:
         self.special_token_ids = range(256, 257 + len(special))
         self.tokens = [*(bytes([byte]) for byte in range(256)), *(b"<%d>" % at for at in self.special_token_ids)]
         tokens = made.LLTokenizer(made.TokenizerWrapper(self), n_vocab=len(self.tokens))
-        self._matcher = _matcher(tokens, grammar)
+        self._matcher = _matcher(tokens, unforced(grammar))
         self._mask_W = np.zeros(-(-len(self.tokens) // WORD_BITS), np.int32)
         self.mask_bytes = self._mask_W.nbytes
 
