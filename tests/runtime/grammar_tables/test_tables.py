@@ -50,7 +50,6 @@ NONE: list[str] = [
     structured(regex=r"a\d"), structured(json={"type": "object"}), structured(json={"enum": ["\x07", 1]}),
     structured(json={"type": "string", "format": "date"}),
     structured(json={"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}),
-    structured(json={"type": "string", "maxLength": 9999}), structured(regex="(a{99}b{99}){99}"),
     'start: "(" start? ")"\n', "start: a\n", "start: %json {}\n", "start: /a*?/\n", "start: /^a/\n", 'start: "a"i\n',
     'start: "a" ~ 2\n', 'start: ("a"\n', 'start: "a")\n', "start: @other\n", 'start: a\na[lazy]: "b" "c"\n', "{}", "",
     'start: (a "b")* TEXT\na[lazy]: TEXT ";"\nTEXT: /(.|\\n)*/\n',
@@ -93,7 +92,14 @@ def test_automata_allow_the_bytes_that_llguidance_does_in_every_state() -> None:
     assert {grammar for grammar, _ in made} >= {*RULES}
 
 
-@pytest.mark.parametrize("grammar", NONE)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        *NONE,
+        pytest.param(structured(json={"type": "string", "maxLength": 9999}), marks=pytest.mark.slow),
+        pytest.param(structured(regex="(a{99}b{99}){99}"), marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_not_known_or_too_large_has_none(grammar: str) -> None:
     assert automaton_of(grammar) is None
 
