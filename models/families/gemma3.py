@@ -46,6 +46,8 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = {kind: ropes[kind] for kind in (_SLIDING, _FULL) if isinstance(ropes.get(kind), dict)}
     local = {"rope_type": "default", "rope_theta": read.number("rope_local_base_freq", 1e4)}
     given["_sliding_rope"] = {**local, **nested.get(_SLIDING, {})}
+    if given.get("rope_parameters") and not nested:  # transformers ignores it
+        raise ValueError(f"'rope_parameters' must have an object for {_SLIDING!r} and {_FULL!r}, not {ropes!r}")
     if nested:
         given["rope_parameters"] = nested.get(_FULL, {"rope_type": "default"})
         given.pop("rope_scaling", None)

@@ -60,6 +60,9 @@ class MiniMaxM2(Llama):
             "use_routing_bias": ((True,), "a router without correction bias"),
             "qk_norm_type": (("per_layer",), "norms of single heads"),
             "shared_intermediate_size": ((0,), "a shared expert"),
+            "norm_topk_prob": ((True,), "weights of experts that are not renormalised"),
+            "routed_scaling_factor": ((1, 1.0), "scaling the sum of the experts"),
+            **dict.fromkeys(("n_group", "topk_group"), ((0, 1), "choosing experts from the best groups only")),
             **dict.fromkeys(
                 ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
                 ((1, 1.0), "scaled activations"),

@@ -352,6 +352,9 @@ def test_what_a_hybrid_asks_and_is_not_implemented_is_named(family: str, changes
         ("minimax", {"attn_type_list": [1, 0]}, "'attn_type_list' is [1, 0], but only 1, full attention, is supported"),
         ("minimax", {"shared_intermediate_size": 8}, "'shared_intermediate_size' is 8, which asks for a shared expert"),
         ("minimax", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head'"),
+        ("minimax", {"norm_topk_prob": False}, "'norm_topk_prob' is False, which asks for weights of experts"),
+        ("minimax", {"routed_scaling_factor": 2.5}, "'routed_scaling_factor' is 2.5, which asks for scaling"),
+        ("minimax", {"n_group": 2}, "'n_group' is 2, which asks for choosing experts"),
         ("minimax", {"num_expert_group": 2}, "'num_expert_group' is 2, a key that MiniMaxM2ForCausalLM is not known"),
         ("phi", {"rope_parameters": {"type": "su"}}, "rope type 'longrope' needs the key 'short_factor'"),
         ("seed", {"attention_out_bias": 1}, "'attention_out_bias' must be true or false, not 1"),
@@ -532,6 +535,8 @@ def test_gemma_3_beside_images_says_little() -> None:
     assert [spec.window for spec in config.attention] == [*[1024] * 5, None, 1024]
     assert [spec.rope for spec in config.attention] == [1, 1, 1, 1, 1, 0, 1]
     assert {spec.scale for spec in config.attention} == {1 / 16}
+    with pytest.raises(ValueError, match="'rope_parameters' must have an object for 'sliding_attention' and"):
+        config_from_dict({"architectures": ["Gemma3ForCausalLM"], **text, "rope_parameters": {"rope_theta": 1e4}})
     for key, value in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
         with pytest.raises(ValueError, match=f"{key!r} is {value}"):
             config_from_dict({"architectures": ["Gemma3ForCausalLM"], **text, key: value})

@@ -61,7 +61,9 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: TINY | changes | {"head_dim": 12} for name, changes in FAMILIES.items()},
     "nemotron-h": TINY | NEMOTRON | {"attention_bias": False},
     **{name: TINY | changes for name, changes in OTHERS.items()},
-    "gemma3": TINY | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 20, "attention_bias": False},
+    "gemma3": TINY
+    | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 20, "attention_bias": False}
+    | {"rope_parameters": None},
     "gpt-oss": TINY | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SIZES = {"qwen3": (1, 2, 4, 8), "llama": (8,), "qwen3-moe": (1, 4, 8)}

@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"architectures": ["GptOssForCausalLM"], "sliding_window": 6, "swiglu_limit": 0.5}
     | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma 3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 6, "layer_types": KINDS}
-    | {"query_pre_attn_scalar": 20},
+    | {"query_pre_attn_scalar": 20, "rope_parameters": None},
     "gemma 4": {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 6, "layer_types": KINDS}
     | {"hidden_size_per_layer_input": 0, "rope_parameters": None, "global_head_dim": 32}
     | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
