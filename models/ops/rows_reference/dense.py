@@ -32,9 +32,13 @@ def simulated(x_MK: Tensor, group: int, cap: float | None = None) -> Tensor:
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> Tensor:
-    x = x_TN.float()
-    normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_TN.dtype)
-    return (normed * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
+    return normed(x_TN, x_TN.float().pow(2).mean(-1, keepdim=True), weight_N, eps)
+
+
+def normed(x_TN: Tensor, mean_T1: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    """``mean_T1``: of the squares of each row, float32."""
+    scaled_TN = (x_TN.float() * torch.rsqrt(mean_T1 + eps)).to(x_TN.dtype)
+    return (scaled_TN * weight_N).to(x_TN.dtype)  # the weight of a zero-centred norm is wider than x
 
 
 def silu_mul(gate_up_T2I: Tensor, *, gelu: bool = False, into: None = None) -> Tensor:

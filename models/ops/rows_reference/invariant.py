@@ -41,7 +41,10 @@ def one_by_one(call: Callable[[Tensor], Tensor], x: Tensor, out: Tensor | None =
 
 
 def rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, into: None = None) -> Tensor:
-    return one_by_one(lambda x_1N: dense.rms_norm(x_1N, weight_N, eps), x_TN)
+    """Row by row only where numbers are added: all else is one rounded operation for each of them."""
+    squares_TN = x_TN.float().pow(2)
+    mean_T1 = one_by_one(partial(torch.mean, dim=-1, keepdim=True), squares_TN, squares_TN[..., :1].clone())
+    return dense.normed(x_TN, mean_T1, weight_N, eps)
 
 
 def silu_mul(gate_up_T2I: Tensor, *, gelu: bool = False, into: None = None) -> Tensor:
@@ -50,8 +53,7 @@ def silu_mul(gate_up_T2I: Tensor, *, gelu: bool = False, into: None = None) -> T
 
 
 def linear(ops: Ops, x_TN: Tensor, weight: Weight) -> Tensor:
-    out_TO = x_TN.new_empty(x_TN.shape[0], weight.outputs)
-    return one_by_one(lambda x_1N: dense.linear(ops, x_1N, weight), x_TN, out_TO)
+    return one_by_one(lambda x_1N: dense.linear(ops, x_1N, weight), x_TN, x_TN.new_empty(len(x_TN), weight.outputs))
 
 
 def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
@@ -60,10 +62,8 @@ def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
 
 
 def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
-    found = []
-    for t in range(len(x_TN)):
-        x, y, hidden = (part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN))
-        found.append(dense.gated_add(x, y, hidden, gate_N))
+    of_row = ((part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN)) for t in range(len(x_TN)))
+    found = [dense.gated_add(*parts, gate_N) for parts in of_row]
     return torch.cat(found) if found else x_TN
 
 
@@ -129,10 +129,9 @@ def _each_query(
         first = 0 if kind.window is None else max(0, seen - kind.window)
         pages, skipped = pages_P[first // size : -(-seen // size)].long(), first // size * size
         held = bits_of(kv_layer)[:, pages].flatten(1, 2)[:, first - skipped : seen - skipped]
-        held = held.transpose(1, 2).contiguous()
-        keys_KLD, values_KLD = held.view(kv_layer.dtype).float()
-        q_KGD = q_QHD[query].reshape(kv_heads, -1, q_QHD.shape[2]).clone()
-        scores_KGL = attention.soft_capped((q_KGD.float() @ keys_KLD.transpose(1, 2)) * scale, kind)
+        keys_KLD, values_KLD = held.transpose(1, 2).contiguous().view(kv_layer.dtype).float()
+        q_KGD = q_QHD[query].reshape(kv_heads, -1, q_QHD.shape[2]).clone().float()
+        scores_KGL = attention.soft_capped((q_KGD @ keys_KLD.transpose(1, 2)) * scale, kind)
         out_KGD = attention.weighted_values(scores_KGL, values_KLD, sinks_KG1)
         out_QHD[query] = out_KGD.reshape(q_QHD.shape[1:]).to(q_QHD.dtype)
     return out_QHD
@@ -185,8 +184,7 @@ def causal_conv(
     x_TC: Tensor, weight_CJ: Tensor, bias_C: Tensor | None, window_SJC: Tensor, rows: StateRows, positions_T: Tensor
 ) -> Tensor:
     """A sum of products in one order, each rounded by itself, and silu token by token."""
-    silu = partial(one_by_one, F.silu)
-    return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, silu)
+    return recurrent.causal_conv(x_TC, weight_CJ, bias_C, window_SJC, rows, positions_T, partial(one_by_one, F.silu))
 
 
 def gated_delta(
@@ -242,10 +240,9 @@ def _token_by_token(step: Callable[[int, StateRows], Tensor], rows: StateRows, s
             state[slot] = before
 
 
-_DENSE = rms_norm, silu_mul, router_logits, gated_add
-_OTHERS = decode_attention, route_top_k, route_sigmoid, causal_conv, gated_delta
+_DENSE = rms_norm, silu_mul, router_logits, gated_add, causal_conv, gated_delta
 ROWS: tuple[Row, ...] = (
-    *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, *_OTHERS)),
+    *(plain(run.__name__, run, INVARIANT) for run in (*_DENSE, decode_attention, route_top_k, route_sigmoid)),
     composed("linear", linear),
     composed("expert_mlp", expert_mlp),
     composed("mamba2", mamba2),
