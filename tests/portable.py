@@ -1,6 +1,6 @@
 """Tests that compute floats, as other machines would run them: ``python -m tests.portable [-n WORKERS] [--only TEXT]``.
 
-Runs FOLDERS once for each vector width that this CPU has and for 1 and 4 threads an operator, then once beside as many
+Runs FOLDERS once for each vector width that this CPU has, then once with four threads an operator beside as many
 processes that never rest as there are workers. Other widths and threads sum in another order, so that the last bits of
 a product differ; a busy machine lets threads and ranks come in another order. GPUs are out of sight. Further arguments
 are pytest's. Exit code 0 when all runs passed; ``--only busy`` makes those whose name has that in it.
@@ -39,7 +39,6 @@ FOLDERS = (
     "tests/test_plant.py",
 )
 NO_FLOATS = ("tests/models/kernels/test_compiled_kernels.py",)  # compiles for another machine, and runs nothing
-THREADS = (1, 4)
 _WIDTHS_X86 = ("default", "avx2", "avx512")
 _ISA = ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")  # torch's own loops go by the width, these two by themselves
 _LIBRARIES = {"default": ("SSE4_2", "SSE41"), "avx2": ("AVX2", "AVX2")}
@@ -80,7 +79,7 @@ def widths_of(capability: str) -> tuple[str, ...]:
 
 
 def runs_of(widths: Sequence[str], busy: int = 2) -> list[Run]:
-    return [Run(width, threads) for width in widths for threads in THREADS] + [Run(widths[-1], 1, busy=busy)]
+    return [*(Run(width, 1) for width in widths), Run(widths[-1], 4, busy=busy)]
 
 
 def lacking(paths: Sequence[str]) -> dict[str, str]:

@@ -63,7 +63,7 @@ def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
 
 def gated_add(x_TN: Tensor, y_TN: Tensor, hidden_TN: Tensor, gate_N: Tensor) -> Tensor:
     of_row = ((part[t : t + 1].clone() for part in (x_TN, y_TN, hidden_TN)) for t in range(len(x_TN)))
-    found = [dense.gated_add(*parts, gate_N) for parts in of_row]
+    found = [dense.gated_add(x, y, hidden, gate_N) for x, y, hidden in of_row]
     return torch.cat(found) if found else x_TN
 
 

@@ -1,7 +1,7 @@
 """Kills sweeps with SIGKILL at random moments, resumes them, and compares with a sweep that was left in peace.
 
-python -m tests.launch.sweep.kill_sweep --kills 150                  `sweep run`
-python -m tests.launch.sweep.kill_sweep --kills 150 --under slurm    `sweep submit`, and the tasks of arrays
+python -m tests.launch.sweep.kill_sweep --kills 75                  `sweep run`
+python -m tests.launch.sweep.kill_sweep --kills 75 --under slurm    `sweep submit`, and the tasks of arrays
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> int:
     from tests.launch.sweep import kill_sweep_jobs
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=150)
+    parser.add_argument("--kills", type=int, default=75)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--under", choices=("here", "slurm"), default="here", help="slurm: submit, and arrays' tasks")
     options = parser.parse_args()

@@ -5,7 +5,7 @@ What random_lives.py leaves out is here: n > 1, stop strings, echo, drawn and na
 break, tokens without a text, pauses of what is being cancelled, times in which there is nothing to do, slow streams,
 two ranks that share the model, steps with chunks that are captured, with decode rows or without.
 
-    python -m tests.runtime.engine.random_batches --first 0 --seeds 1000  prints each batch that differs (a make target)
+    python -m tests.runtime.engine.random_batches --first 0 --seeds 500  prints each batch that differs (a make target)
 
 Knows: the ranges of everything that is drawn, and what must be equal. Does not know: how an engine works.
 """
@@ -308,7 +308,7 @@ def _row(prepared: PreparedRequest, output: RequestOutput) -> bytes:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--first", type=int, default=0)
-    options.add_argument("--seeds", type=int, default=1000)
+    options.add_argument("--seeds", type=int, default=500)
     options.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     given = options.parse_args()
     torch.set_num_threads(1)

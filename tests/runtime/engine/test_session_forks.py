@@ -88,7 +88,8 @@ def parked(
 
 
 @pytest.mark.parametrize(
-    ("model", "temperature", "depth"), covering(("attention", "hybrid", "qwen3.5", "nemotron-h"), (0.0, 1.0), (0, 2))
+    ("model", "temperature", "depth"),
+    covering(("attention", "hybrid", "qwen3.5", "nemotron-h"), (0.0, 1.0), (0, 2), at_once=1),
 )
 def test_a_fork_computes_nothing_and_leaves_its_parent_as_it_is(
     model: str, temperature: float, depth: int, monkeypatch: pytest.MonkeyPatch

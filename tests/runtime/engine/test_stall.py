@@ -24,6 +24,7 @@ from runtime.schedule.request import Request
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import oracle, people
 from tests.runtime.engine.rig import rig
+from tests.selection import covering
 
 STALL = 3  # step times
 TURNS = 30
@@ -89,13 +90,17 @@ def clockwork(depth: int) -> Iterator[Clockwork]:
             device.compute.resume()
 
 
-@pytest.mark.parametrize(("depth", "idle", "left"), [(1, 2, 0), (2, 1, 0), (4, 0, 1), (6, 0, 3)])
-@pytest.mark.parametrize("stalled_at", [(8,), (12,), (10, 17, 24)])
-def test_a_stall_of_three_step_times(depth: int, idle: int, left: int, stalled_at: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("at_depth", "stalled_at"),
+    covering([(1, 2, 0), (2, 1, 0), (4, 0, 1), (6, 0, 3)], [(8,), (12,), (10, 17, 24)], at_once=1),
+    ids=str,
+)
+def test_a_stall_of_three_step_times(at_depth: tuple[int, int, int], stalled_at: tuple[int, ...]) -> None:
     """Depth 4 leaves a step to work on when the host comes back; 1 and 2 show that a gap would be seen.
 
     While all rows decode, while a request's last token is in flight, and again and again.
     """
+    depth, idle, left = at_depth
     stalls = deque(stalled_at)
     with clockwork(depth) as clock:
         while clock.turns < TURNS:

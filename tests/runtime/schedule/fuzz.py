@@ -1,6 +1,6 @@
 """The scheduler fuzzer: random traces against depth 0, against width 1, and against every request completed alone.
 
-python -m tests.runtime.schedule.fuzz --seeds 1000000      the long form, on every core
+python -m tests.runtime.schedule.fuzz --seeds 50000        the long form, on every core
 python -m tests.runtime.schedule.fuzz --seed 4711          replay one seed and print its trace
 """
 
@@ -507,7 +507,7 @@ def check_range(first: int, count: int) -> tuple[int, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1_000_000)
+    parser.add_argument("--seeds", type=int, default=50_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="replay this one")
     options = parser.parse_args()

@@ -4,7 +4,7 @@ Knows: the verbs of sessions and a client that answers what it is told, after a 
 know: how a scheduler parks or goes on. One seed is one story; a client's decisions depend on the seed, the session and
 how often that was parked, not on steps, so that the same story can be told at another depth.
 
-python -m tests.runtime.schedule.session_fuzz --seeds 100000
+python -m tests.runtime.schedule.session_fuzz --seeds 50000
 python -m tests.runtime.schedule.session_fuzz --seed 7         replay one, and print it
 """
 
@@ -454,7 +454,7 @@ def check_seed(seed: int, build: Build = Scheduler, *, check: bool = True) -> To
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100_000)
+    parser.add_argument("--seeds", type=int, default=50_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="replay this one")
     options = parser.parse_args()

@@ -22,8 +22,7 @@ from tests.runtime.schedule.configs import config_with
 from tests.runtime.schedule.driver import Driver, ending_by_stop
 from tests.runtime.schedule.session_fuzz import SessionHang, WrongSession, check_seed, make_story, tell
 
-SEEDS = 300
-LONG_SEEDS = 40_000
+SEEDS = 300  # the rarest mutant below shows in one of nine
 
 
 @pytest.mark.slow
@@ -33,12 +32,6 @@ def test_random_stories() -> None:
         told = check_seed(seed, check=seed % 4 == 0)
         counted.update(told.counted)
     assert min(counted.values()) > 25, "all of it happens"
-
-
-@pytest.mark.long
-def test_many_random_stories() -> None:
-    for seed in range(SEEDS, SEEDS + LONG_SEEDS):
-        check_seed(seed, check=False)
 
 
 def test_two_ranks_that_hear_the_same_decide_the_same() -> None:
