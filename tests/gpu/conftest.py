@@ -1,11 +1,11 @@
 """For all tests on GPUs: how many threads the CPU's side of a comparison takes.
 
-torch counts the cores of the host. In a container with a share of them, and with several workers, that is so many
-threads for so few cores that a reference of a few hundred small operations takes minutes.
+Other tests have one (tests/conftest.py). As many as the host has cores are too many for a container with a share of
+them and several workers: a reference of a few hundred small operations takes minutes.
 """
 
 from __future__ import annotations
 
 import torch
 
-torch.set_num_threads(min(torch.get_num_threads(), 2))
+torch.set_num_threads(2)
