@@ -48,28 +48,20 @@ def log_decay(a_ptr, token, stride, decay_log, decay_bias):
 
 
 @triton.jit
-def _convolved(
-    x_ptr, weight_ptr, window_ptr, slot, position, channel, mask, writes, C,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """silu of the convolution at ``position``, whose input is at ``x_ptr``; which is kept where ``writes``."""
-    newest = tl.load(x_ptr + channel, mask=mask, other=0.0)
+def _before(weight_ptr, window_ptr, slot, position, channel, mask, C, TAPS: tl.constexpr):
+    """The convolution at ``position`` without its newest input."""
     total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
+    for tap in tl.static_range(TAPS - 1):
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-        if back == 0:
-            x = newest.to(tl.float32)
-        else:
-            held = (slot * TAPS + (position - back + TAPS) % TAPS) * C
-            x = tl.load(window_ptr + held + channel, mask=mask, other=0.0).to(tl.float32)
-        total += x * weight
-    tl.store(
-        window_ptr + (slot * TAPS + position % TAPS) * C + channel,
-        newest.to(window_ptr.dtype.element_ty),
-        mask=mask & writes,
-    )
-    return silu(total).to(x_ptr.dtype.element_ty).to(tl.float32)
+        held = (slot * TAPS + (position - (TAPS - 1 - tap) + TAPS) % TAPS) * C
+        total += tl.load(window_ptr + held + channel, mask=mask, other=0.0).to(tl.float32) * weight
+    return total
+
+
+@triton.jit
+def _convolved(before, newest, weight_ptr, channel, mask, TAPS: tl.constexpr):
+    weight = tl.load(weight_ptr + channel * TAPS + TAPS - 1, mask=mask, other=0.0).to(tl.float32)
+    return silu(before + newest.to(tl.float32) * weight).to(newest.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -95,19 +87,27 @@ def _conv_step_kernel(
     held = state_ptr + (slot * HV + head) * (V * K) + ks[None, :]
     all_v = parts[:, None] * SLICE + inner[None, :]
     norm = tl.load(norm_ptr + all_v, mask=all_v < V, other=0.0).to(tl.float32)
+    q_at, k_at, v_at = k_head * K + ks, (k_heads + k_head) * K + ks, 2 * k_heads * K + head * V + all_v
+    # The window is of an earlier step, so written before the predecessor began.
+    q_before = _before(weight_ptr, window_ptr, slot, position, q_at, of_k, C, TAPS)
+    k_before = _before(weight_ptr, window_ptr, slot, position, k_at, of_k, C, TAPS)
+    v_before = _before(weight_ptr, window_ptr, slot, position, v_at, all_v < V, C, TAPS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    # All before the first store, behind which a load would wait for what is stored.
     qkv = qkv_ptr + token * qkv_stride
-    first = head % GROUP == 0  # one of the heads that share q and k keeps them
-    q = _convolved(qkv, weight_ptr, window_ptr, slot, position, k_head * K + ks, of_k, first, C, TAPS)
-    k = _convolved(qkv, weight_ptr, window_ptr, slot, position, (k_heads + k_head) * K + ks, of_k, first, C, TAPS)
-    v_at = 2 * k_heads * K + head * V + all_v
-    values = _convolved(qkv, weight_ptr, window_ptr, slot, position, v_at, all_v < V, True, C, TAPS)
-    q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    new_q = tl.load(qkv + q_at, mask=of_k, other=0.0)
+    new_k = tl.load(qkv + k_at, mask=of_k, other=0.0)
+    new_v = tl.load(qkv + v_at, mask=all_v < V, other=0.0)
+    z = tl.load(z_ptr + token * gate_stride + head * V + all_v, mask=all_v < V, other=0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b_ptr + token * gate_stride + head).to(tl.float32))
     decay = tl.exp(log_decay(a_ptr + head, row, gate_stride, decay_log, decay_bias))
+    q = _convolved(q_before, new_q, weight_ptr, q_at, of_k, TAPS)
+    k = _convolved(k_before, new_k, weight_ptr, k_at, of_k, TAPS)
+    values = _convolved(v_before, new_v, weight_ptr, v_at, all_v < V, TAPS)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     outs = tl.zeros((PARTS, SLICE), tl.float32)
     for part in tl.range(0, PARTS, num_stages=STAGES):
         here = part * SLICE + inner
@@ -120,12 +120,15 @@ def _conv_step_kernel(
         out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
         outs = tl.where(this, out[None, :], outs)
         tl.store(held + here[:, None] * K, state, mask=there)
-    z_at = z_ptr + token * gate_stride + head * V + all_v
-    z = tl.load(z_at, mask=all_v < V, other=0.0).to(tl.float32)
     squares = tl.sum(tl.sum(outs * outs, 1), 0)
     normed = (outs * tl.rsqrt(squares / V + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
     where = out_ptr + token * (HV * V) + head * V + all_v
     tl.store(where, (normed * norm * silu(z)).to(out_ptr.dtype.element_ty), mask=all_v < V)
+    newest = window_ptr + (slot * TAPS + position % TAPS) * C
+    keeps = of_k & (head % GROUP == 0)  # one of the heads that share q and k
+    tl.store(newest + q_at, new_q.to(window_ptr.dtype.element_ty), mask=keeps)
+    tl.store(newest + k_at, new_k.to(window_ptr.dtype.element_ty), mask=keeps)
+    tl.store(newest + v_at, new_v.to(window_ptr.dtype.element_ty), mask=all_v < V)
 
 
 @triton.jit(do_not_specialize=["most"])
