@@ -131,10 +131,9 @@ class SparseMLP(nn.Module):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``x`` is not yet added to ``residual``; nor is the first result to the second. The rest: see StepInputs."""
         experts = self.experts
-        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
+        hidden_TN, logits_TE, residual_TN = self._logits(x_TN, residual_TN)
         grouped = experts.exchange is not None
-        routed_TN = hidden_TN if self.router_norm is None else self.router_norm.add(residual_TN, None)[0]
-        weights_TC, chosen_TC = self._route(routed_TN, self.all_E if grouped else experts.local_E, real_T)
+        weights_TC, chosen_TC = self._route(logits_TE, self.all_E if grouped else experts.local_E, real_T)
         read_TN = hidden_TN if self.to_latent is None else self.to_latent(hidden_TN)
         if grouped:
             part_TN = self._with_other_groups(read_TN, weights_TC, chosen_TC, exchange_rows)
@@ -144,14 +143,23 @@ class SparseMLP(nn.Module):
             part_TN = self.from_latent(part_TN)
         return experts.combine(self._with_shared(part_TN, hidden_TN)), residual_TN
 
-    def _route(self, hidden_TN: Tensor, local_E: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _logits(
+        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(the normed input, the router's product, x + residual)"""
+        kernels, weight, wide = self.kernels, self.router.weight, self.routing is not None
+        if self.router_norm is None and isinstance(x_TN, Tensor):
+            return kernels.add_norm_logits(x_TN, residual_TN, self.norm.weight, self.norm.eps, weight, wide=wide)
+        hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
+        routed_TN = hidden_TN if self.router_norm is None else self.router_norm.add(residual_TN, None)[0]
+        return hidden_TN, (kernels.router_logits if wide else kernels.linear)(routed_TN, weight), residual_TN
+
+    def _route(self, logits_TE: Tensor, local_E: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor]:
         kernels, router = self.kernels, self.router
         if self.routing is None:
-            logits_TE = kernels.linear(hidden_TN, router.weight)
             given = local_E, real_T, self.load_E, self.experts.shared, router.expert_scale
             return kernels.route_top_k(logits_TE, self.choices, self.renormalise, *given)
         assert router.bias is not None
-        logits_TE = kernels.router_logits(hidden_TN, router.weight)
         return kernels.route_sigmoid(logits_TE, router.bias, self.routing, local_E, real_T, self.load_E)
 
     def _with_shared(self, part_TN: Tensor, hidden_TN: Tensor) -> Tensor:

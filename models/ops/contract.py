@@ -339,6 +339,16 @@ class Ops:
         """
         raise NotImplementedError
 
+    def add_norm_logits(
+        self, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight, *, wide: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a router: (hidden, its product with ``weight``, residual'), where hidden is rms_norm(residual'), and
+        residual' as in add_norm_linear. The product is ``linear``, or where ``wide`` ``router_logits``.
+
+        May overwrite x and residual.
+        """
+        raise NotImplementedError
+
     def gate_up(self, x_TN: Activations, weight: Weight, into: Quantised | None = None) -> Tensor:
         """silu_mul(linear(x, weight), gelu=weight.gelu), [T, I]: ``weight`` has the rows of gate, then those of up."""
         raise NotImplementedError

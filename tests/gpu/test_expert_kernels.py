@@ -62,6 +62,28 @@ def test_route_top_k(kernels: Nvidia, tokens: int, renormalise: bool) -> None:
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_a_router_behind_a_norm_is_captured(kernels: Nvidia, tokens: int, wide: bool) -> None:
+    """Up to four tokens in one launch; the normed input is what the norm alone makes, but for its last digit."""
+    x, residual, weight = (torch.randn(n, 2048, device="cuda").bfloat16() for n in (tokens, tokens, 272))
+    norm, router = 1 + torch.randn(2048, device="cuda") / 9, Weight.of(weight * 2048**-0.5)
+    expected = REFERENCE.add_norm_logits(
+        x.double(), residual.double(), norm.double(), 1e-6, Weight.of(router.data.double()), wide=wide
+    )
+    kept = residual.clone()
+    kernels.add_norm_logits(x, kept, norm, 1e-6, router, wide=wide)
+    kept.copy_(residual)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.add_norm_logits(x, kept, norm, 1e-6, router, wide=wide)
+    graph.replay()
+    assert found[1].dtype == (torch.float32 if wide else torch.bfloat16)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 4e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_shared_experts_are_further_choices(kernels: Nvidia, tokens: int) -> None:
     """After the logits of 256 experts is the gate's, then 15 columns that are not read."""

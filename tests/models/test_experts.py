@@ -249,7 +249,8 @@ def test_eight_padded_shares_of_nemotron_s_experts_are_the_whole() -> None:
 
     def part(rank: int, size: int, tile: int) -> tuple[SparseMLP, Tensor]:
         mlp = sparse_mlp(load(None, config, ExpertSplit(), rank, size, tile))
-        routed = mlp._route(hidden_TN, mlp.experts.local_E, real_T)
+        logits_TE = mlp.kernels.router_logits(hidden_TN, mlp.router.weight)
+        routed = mlp._route(logits_TE, mlp.experts.local_E, real_T)
         return mlp, mlp._with_shared(mlp._terms(hidden_TN, *routed), hidden_TN)
 
     whole, right_TN = part(0, 1, 16)

@@ -28,7 +28,9 @@ from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 def _gemv_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr,
     scale_ptr,  # float32, one a block of SCALE_ROWS x SCALE_COLUMNS weights
-    bias_ptr, out_ptr, residual_out_ptr, eps, M,
+    bias_ptr, out_ptr, residual_out_ptr,
+    hidden_ptr,  # what is multiplied, with KEEP: of one chunk
+    eps, M,
     outputs,  # rows of the output; a gate-up weight has 2 * outputs rows
     memory,  # addresses of all ranks' peer buffers, where PUSH
     use_counts_ptr,
@@ -38,7 +40,7 @@ def _gemv_kernel(
     SCALE_ROWS: tl.constexpr,  # 0: weights have no scales
     SCALE_COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,  # neighbouring products that a thread sums at once, of one scale
-    NORM: tl.constexpr, ADD: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, GATE_UP: tl.constexpr, BIAS: tl.constexpr,
     PREFETCH: tl.constexpr,  # columns after the first chunk to prefetch, a power of two or 0
     PREFETCH_PROGRAMS: tl.constexpr,  # later programs start after the predecessor has ended
     PUSH: tl.constexpr,  # also push the result into the peers' buffers
@@ -112,7 +114,11 @@ def _gemv_kernel(
     if SCALE_ROWS > 0 and SCALE_COLUMNS == K:
         result *= tl.load(scale_ptr + weight_rows // SCALE_ROWS)[None, :]
     if NORM:
-        result = result * tl.rsqrt(tl.sum(squares, 2) / K + eps)
+        inverse = tl.rsqrt(tl.sum(squares, 2) / K + eps)
+        result = result * inverse
+        if KEEP:
+            hidden = x.to(tl.float32) * inverse[:, :, None] * scale.to(tl.float32)
+            tl.store(hidden_ptr + inputs, hidden.to(hidden_ptr.dtype.element_ty), mask=row_mask & here & (pid == 0))
     store_rows(
         result, rows, outs, out_ptr, bias_ptr, M, outputs, use_counts, memory, GATE_UP, BIAS, PUSH, RANK, WORLD, ROWS,
         ROW_BYTES,
@@ -123,7 +129,7 @@ def gemv(
     x_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, *, scale: Tensor | None = None,
     block: tuple[int, int] = (0, 0), norm_K: Tensor | None = None, eps: float = 0.0, residual_MK: Tensor | None = None,
     gate_up: int = 0, block_o: int, chunk: int, warps: int, prefetch: int = 0, first_wave: int = 0,
-    buffers: PeerBuffers | None = None, wide: bool = False, pdl: bool,
+    buffers: PeerBuffers | None = None, wide: bool = False, hidden_MK: Tensor | None = None, pdl: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, residual'): y = x @ W^T + bias with, where given, rms_norm(x + residual) in front and SiLU-mul behind.
 
@@ -131,7 +137,8 @@ def gemv(
     have a ``scale``. ``prefetch`` is 0 or a power of two from 64, at most the columns after the first chunk, and only
     the first ``first_wave`` programs prefetch. ``scale`` float32: of 8-bit weights, one a ``block`` of rows and
     columns, whose columns are a multiple of 8 or all. ``wide``: y is float32. residual' is x, or a fresh tensor where a
-    residual is given: every program reads all inputs, so none is overwritten.
+    residual is given: every program reads all inputs, so none is overwritten. ``hidden_MK`` gets the normed x, where
+    K is one chunk.
     """
     rows, inner = x_MK.shape
     out_width = weight_OK.shape[0] // (2 if gate_up else 1)
@@ -139,12 +146,12 @@ def gemv(
     residual_out_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
     _gemv_kernel[(out_width // block_o,)](
         x_MK, x_MK if residual_MK is None else residual_MK, x_MK if norm_K is None else norm_K, weight_OK,
-        weight_OK if scale is None else scale, weight_OK if bias_O is None else bias_O, out_MO, residual_out_MK, eps,
-        rows, out_width,
+        weight_OK if scale is None else scale, weight_OK if bias_O is None else bias_O, out_MO, residual_out_MK,
+        x_MK if hidden_MK is None else hidden_MK, eps, rows, out_width,
         K=inner, CHUNK=chunk, BLOCK_M=triton.next_power_of_2(rows), BLOCK_O=block_o, SCALE_ROWS=block[0],
         SCALE_COLUMNS=block[1] or inner, VECTOR=16 if scale is not None and (block[1] or inner) % 16 == 0 else 8,
-        NORM=norm_K is not None, ADD=residual_MK is not None, GATE_UP=gate_up, BIAS=bias_O is not None,
-        PREFETCH=prefetch, PREFETCH_PROGRAMS=first_wave,
+        NORM=norm_K is not None, ADD=residual_MK is not None, KEEP=hidden_MK is not None, GATE_UP=gate_up,
+        BIAS=bias_O is not None, PREFETCH=prefetch, PREFETCH_PROGRAMS=first_wave,
         **push_arguments(buffers),
         PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

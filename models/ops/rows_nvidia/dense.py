@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from parallel.comm.quantised import Quantised
 from parallel.layers.weight import Weight
 
 Bind = Callable[..., Run]
+_ROUTER_CHUNK = 4096  # columns of a router's product at once
 
 
 def _invariant(op: str, bind: Bind) -> Row:
@@ -91,11 +92,49 @@ def _few_logits(ops: Any, call: tuple[int, torch.dtype]) -> Run:
     pdl = ops.pdl
 
     def router_logits(x_TN: Tensor, weight: Weight) -> Tensor:
-        chunk = min(4096, power_of_two_from(weight.inner))
-        given = x_TN.contiguous(), weight.data, None
-        return gemv.gemv(*given, block_o=1, chunk=chunk, warps=8, wide=True, pdl=pdl)[0]
+        return _logits(x_TN.contiguous(), weight, None, wide=True, pdl=pdl)[0]
 
     return router_logits
+
+
+def _few_normed_logits(ops: Any, call: NormedLogits) -> Run:
+    """The same, with the norm in each program."""
+    pdl = ops.pdl
+
+    def add_norm_logits(
+        x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight, *, wide: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_TN, hidden_TN = x_TN.contiguous(), torch.empty(x_TN.shape, dtype=x_TN.dtype, device=x_TN.device)
+        given = {"norm_K": norm_N, "eps": eps, "residual_MK": residual_TN, "hidden_MK": hidden_TN}
+        logits_TE, residual_TN = _logits(x_TN, weight, weight.bias, wide=wide, pdl=pdl, **given)
+        return hidden_TN, logits_TE, residual_TN
+
+    return add_norm_logits
+
+
+def _logits(x_TN: Tensor, weight: Weight, bias_E: Tensor | None, **given: Any) -> tuple[Tensor, Tensor]:
+    chunk = min(_ROUTER_CHUNK, power_of_two_from(weight.inner))
+    return gemv.gemv(x_TN, weight.data, bias_E, block_o=1, chunk=chunk, warps=8, **given)
+
+
+class NormedLogits(NamedTuple):
+    """``plain``: weights in the dtype of activations."""
+
+    rows: int
+    inner: int
+    plain: bool
+
+
+def _normed_logits(
+    x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight, *, wide: bool
+) -> NormedLogits:
+    return NormedLogits(min(len(x_TN), MOST_GEMV_ROWS + 1), weight.inner, weight.format.block is None)
+
+
+def _many_normed(ops: Any, call: NormedLogits) -> str | None:
+    if 0 < call.rows <= MOST_GEMV_ROWS and call.inner <= _ROUTER_CHUNK and call.plain:
+        return None
+    return f"more than {MOST_GEMV_ROWS} rows or {_ROUTER_CHUNK} columns, or weights that are codes"
 
 
 ROWS = (
@@ -114,6 +153,7 @@ ROWS = (
             "quantised_for",
         )
     ),
+    Row("add_norm_logits", _few_normed_logits, refuses=_many_normed),
     Row(
         "router_logits",
         _few_logits,
@@ -131,4 +171,7 @@ INVARIANT_ROWS = (
     _invariant("gate_up", _invariant_product(gate_up=True)),
     _invariant("router_logits", _wide_logits),
 )
-KEYS = {"router_logits": Key(lambda x_TN, weight: (min(len(x_TN), MOST_GEMV_ROWS + 1), x_TN.dtype))}
+KEYS = {
+    "router_logits": Key(lambda x_TN, weight: (min(len(x_TN), MOST_GEMV_ROWS + 1), x_TN.dtype)),
+    "add_norm_logits": Key(_normed_logits),
+}

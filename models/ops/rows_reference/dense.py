@@ -109,6 +109,13 @@ def add_norm_linear(
     return ops.linear(hidden_TN, weight), residual_TN
 
 
+def add_norm_logits(
+    ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor, eps: float, weight: Weight, *, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_TN, residual_TN = _add_norm(ops, x_TN, residual_TN, norm_N, eps)
+    return hidden_TN, (ops.router_logits if wide else ops.linear)(hidden_TN, weight), residual_TN
+
+
 def gate_up(ops: Ops, x_TN: Tensor, weight: Weight, into: None = None) -> Tensor:
     return ops.silu_mul(ops.linear(x_TN, weight), gelu=weight.gelu)
 
@@ -130,7 +137,10 @@ def _add_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor
     return ops.add_rms_norm(x_TN, residual_TN, norm_N, eps)
 
 
-_COMPOSED = add_rms_norm, joined_norms, linear_push, add_norm_linear, gate_up, add_norm_gate_up, gate_up_down
+_COMPOSED = (
+    *(add_rms_norm, joined_norms, linear_push, add_norm_linear, add_norm_logits),
+    *(gate_up, add_norm_gate_up, gate_up_down),
+)
 ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),

@@ -163,6 +163,14 @@ def products(kernels: Nvidia) -> None:
             after = REFERENCE.linear(hidden, bare)
             if count <= candidates.MOST_GEMV_ROWS:
                 check(kernels.router_logits(x, bare), REFERENCE.router_logits(x, bare), torch.float32, "router")
+                for router, added in ((bare, residual), (biased, None)):
+                    given = norm[0], 1e-6, router
+                    wanted = REFERENCE.add_norm_logits(x, added, *given, wide=router is bare)
+                    held = None if added is None else added.clone()
+                    made = kernels.add_norm_logits(x, held, *given, wide=router is bare)
+                    for one, other in zip(made, wanted, strict=True):
+                        check(one, other, dtype, ("normed router", added is None))
+                        assert one.dtype == other.dtype
             for choice in some(shape):
                 kinds.add((type(choice), getattr(choice, "fold", False), getattr(choice, "split", 1) > 1))
                 found = kernels.matmul.run(x, biased, choice, gate_up=gate_up)
