@@ -171,6 +171,8 @@ def _attend(
 
 def blocks_for(dtype: torch.dtype, head_dim: int, shared_bytes: int = H200.shared_bytes) -> Blocks:
     """Blocks that fit an H100 or H200 without spilling, and a program's ``shared_bytes`` (DeviceTraits)."""
+    if head_dim > 256:  # full layers of Gemma 4; with 64 rows the accumulator spills
+        return Blocks(16, 16, 1, 8) if dtype == torch.float32 else Blocks(32, 32, 2, 8)
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
         return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
     if head_dim <= 128:
@@ -184,7 +186,7 @@ def heads_of_a_tile(group: int, block_m: int) -> int:
 
 
 class TiledPrefill:
-    """Packed causal prefill for 16-bit dtypes and float32, heads of up to 256 dims."""
+    """Packed causal prefill for 16-bit dtypes and float32, heads of up to 512 dims."""
 
     def __init__(self, device: torch.device, traits: DeviceTraits) -> None:
         self._device, self._pdl, self._shared_bytes = device, traits.dependent_launch, traits.shared_bytes
@@ -192,7 +194,7 @@ class TiledPrefill:
 
     @staticmethod
     def supports(head_dim: int) -> bool:
-        return padded_dim(head_dim) <= 256
+        return padded_dim(head_dim) <= 512
 
     def plan(self, inputs: PrefillAttention, heads: int, kv_layer: Tensor) -> Tiles:
         """The tiles of these rows; their copy to the device is asynchronous."""

@@ -111,7 +111,7 @@ class Prefill:
 
             self._paged = PagedPrefill(self._device, self._backend, self._depth)
         elif self._reference_only:
-            self.slower = "neither FlashInfer nor our Triton kernel takes a head_dim of more than 256"
+            self.slower = "neither FlashInfer nor our Triton kernel takes a head_dim of more than 512"
             log.warning("prefill attention runs in plain torch, several times slower than it could: %s", self.slower)
         elif here:
             self._warn_slower("another machine of this job does not have it ready")

@@ -583,7 +583,7 @@ def too_much(driver: CompilingDriver) -> None:
 
 def prefills(driver: CompilingDriver) -> None:
     """Prefill attention of other models: the largest heads of each dtype, those that need padding, the common ones."""
-    prefill_attention(driver, torch.bfloat16, (32, 8, 128, 64), (16, 16, 96, 128), (16, 2, 256, 64))
+    prefill_attention(driver, torch.bfloat16, (32, 8, 128, 64), (16, 16, 96, 128), (16, 2, 256, 64), (16, 2, 512, 64))
     prefill_attention(driver, torch.float16, (32, 8, 128, 64))
     prefill_attention(driver, torch.float32, (6, 2, 24, 16), (16, 2, 256, 64))
 
@@ -591,7 +591,7 @@ def prefills(driver: CompilingDriver) -> None:
 def more_prefills(driver: CompilingDriver) -> None:
     """Other heads and pages that the shapes here do not have."""
     prefill_attention(driver, torch.bfloat16, (32, 8, 128, 16), (14, 2, 64, 64), (8, 1, 16, 8), (6, 2, 192, 48))
-    prefill_attention(driver, torch.float32, (32, 8, 128, 64), (32, 1, 64, 64))
+    prefill_attention(driver, torch.float32, (32, 8, 128, 64), (32, 1, 64, 64), (16, 2, 512, 64))
 
 
 def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tuple[int, int, int, int]) -> None:

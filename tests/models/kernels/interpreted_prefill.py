@@ -53,6 +53,7 @@ CASES = (
     Case(6, 2, 24, 8, torch.float16, ((33, 90), (3, 3))),  # heads that are no power of two, nor is the group
     Case(14, 2, 32, 48, torch.float32, ((17, 100), (50, 50))),  # seven heads a tile; blocks that straddle pages
     Case(32, 1, 16, 32, torch.float16, ((5, 70),)),
+    Case(4, 1, 512, 16, torch.float16, ((20, 40),)),  # full layers of Gemma 4
     Case(96, 2, 16, 32, torch.float32, ((3, 20), (1, 9))),  # more heads of a kv head than a tile has rows
 )
 

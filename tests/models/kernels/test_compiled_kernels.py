@@ -214,7 +214,7 @@ def test_a_late_product_lets_the_next_launch_start_behind_its_last_weights(cache
 def test_prefill_attention_of_every_dtype_fits(part: str, cache: Path) -> None:
     found = compiled(cache, "--part", part)
     assert complaints(found) == []
-    assert len(found) == 6
+    assert len(found) == 7
     assert all(one["order"]["waits"] for one in found)
 
 

@@ -83,7 +83,7 @@ def test_prefill_attention_of_wide_heads_has_blocks_of_half_the_keys() -> None:
     assert blocks_for(BF16, 256, SMALL) == Blocks(64, 32, 2, 8)
     for large in LARGE:
         assert blocks_for(BF16, 256, large) == Blocks(64, 64, 2, 8)
-    for dtype, head_dim in ((BF16, 128), (torch.float32, 128), (torch.float32, 256)):
+    for dtype, head_dim in ((BF16, 128), (BF16, 512), (torch.float32, 128), (torch.float32, 256)):
         assert len({blocks_for(dtype, head_dim, shared) for shared in (SMALL, *LARGE)}) == 1
 
 
