@@ -180,6 +180,12 @@ def test_groups_in_an_order_of_their_own_need_one_rank(name: str, tmp_path: Path
         load(coded, 1, 2)
 
 
+def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    coded, _ = write_both(tmp_path, MODELS["qwen3-moe"], ordered()["gptq-order"])
+    with pytest.raises(WeightsError, match=r"in an order of its own \('quant_method' gptq, .* they are experts'"):
+        load(coded)
+
+
 def joined(models: list[Decoder], name: str, features: int, size: int) -> tuple[Tensor, Tensor]:
     """(gate and up [2, features, N], down [N, features]) of all ranks, without what pads them."""
     first, second = list[Tensor](), list[Tensor]()

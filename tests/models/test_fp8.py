@@ -37,6 +37,7 @@ from parallel.layers.weight import Weight, fp8
 from runtime.build import build_engine
 from runtime.config import ConfigError, EngineConfig, Fp8Activations
 from runtime.model_checks import check_fp8
+from tests.models import quantised4
 from tests.models.drafters.tiny_drafters import dflash_config, dflash_tensors, eagle3_config, eagle3_tensors
 from tests.models.quantised import quantise, schemes
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors, write
@@ -377,8 +378,8 @@ def test_an_mtp_layer_in_its_targets_checkpoint_may_be_codes(tmp_path: Path) -> 
         assert torch.equal(weight.plain(torch.float32), plain[name].data), name
 
 
-@pytest.mark.parametrize("letter", ["A", "B"])
-def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["A", "B", "int4-zeros"])
+def test_drafters_of_their_own_folder_may_be_codes(name: str, tmp_path: Path) -> None:
     """DFlash stacks the entry rows of its layers, EAGLE-3 has a head and an embedding that stay as they are."""
     of_target = TINY | {"attention_bias": False, "architectures": ["Qwen3ForCausalLM"]}
     target = load_model(
@@ -394,11 +395,14 @@ def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) 
     )
     for kind, config, tensors in kinds:
         kept = [name.removesuffix(".weight") for name in tensors if re.search(r"embed|lm_head|^fc|norm", name)]
-        made = quantise(tensors, schemes()[letter], lambda name: name.removesuffix(".weight") in kept, kept)  # noqa: B023
-        stored, meant, said = made
+        is_kept = lambda one: one.removesuffix(".weight") in kept  # noqa: B023, E731
+        if name in schemes():
+            stored, meant, said = quantise(tensors, schemes()[name], is_kept, kept)
+        else:
+            stored, meant, said = quantised4.quantise(tensors, quantised4.schemes()[name], is_kept, kept)
         found = []
-        for name, held, more in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
-            (folder := tmp_path / f"{kind}-{name}").mkdir()
+        for label, held, more in (("coded", stored, {"quantization_config": said}), ("plain", meant, {})):
+            (folder := tmp_path / f"{kind}-{label}").mkdir()
             write(folder, {key: one.clone() for key, one in held.items()}, config=config | more)
             draft: nn.Module
             if kind == "dflash":
@@ -408,8 +412,8 @@ def test_drafters_of_their_own_folder_may_be_codes(letter: str, tmp_path: Path) 
             found.append(dict(weights(draft)))
         coded, plain = found
         assert any(part.scale is not None for weight in coded.values() for part in weight.parts or (weight,)), kind
-        for name, weight in coded.items():
-            assert torch.equal(weight.plain(torch.float32), plain[name].plain(torch.float32)), (kind, name)
+        for part_name, weight in coded.items():
+            assert torch.equal(weight.plain(torch.float32), plain[part_name].plain(torch.float32)), (kind, part_name)
 
 
 def answers(folder: Path, activations: Fp8Activations, depth: int = 2, **options: Any) -> dict[int, tuple[int, ...]]:

@@ -238,6 +238,7 @@ torch.set_num_threads(1)
 from models import weights
 from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank
+from parallel.layers.weight import Weight
 from tests.plant import reference_kernels
 
 def memory(key):
@@ -249,26 +250,37 @@ weights.load_model(config_from_folder(sys.argv[1]), sys.argv[1], **arguments)  #
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # reset the high-water mark
 model = weights.load_model(config_from_folder(sys.argv[2]), sys.argv[2], **arguments)
-parameters = sum(p.numel() * p.itemsize for p in model.parameters())
-print(memory("VmHWM") - before - parameters)
+found = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight))
+held = [*model.parameters(), *(weight.scale for weight in found if weight.scale is not None)]
+print(memory("VmHWM") - before - sum(p.numel() * p.itemsize for p in held))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.multiprocess
-def test_peak_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    """256 MiB of float32 become 128 MiB of bfloat16 with less than 64 MiB beside the parameters themselves.
+@pytest.mark.parametrize("codes", [False, pytest.param(True, marks=pytest.mark.long)], ids=["float32", "mxfp4"])
+def test_peak_memory_does_not_grow_with_the_checkpoint(codes: bool, tmp_path: Path) -> None:
+    """256 MiB of float32 become 128 MiB of bfloat16, and 200 MiB of codes stay as they are, with less than 64 MiB
+    beside the parameters themselves.
 
     The promise is the largest tensor plus 1 GiB; a mapping window of 16 MiB instead of 256 shows the same in small.
     """
     wide = {**TINY, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256, "num_hidden_layers": 6}
+    if codes:
+        wide |= {"architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}
+        wide |= {"num_hidden_layers": 13}
+        wide["quantization_config"] = {"quant_method": "mxfp4"}
     large, small = tmp_path / "large", tmp_path / "small"
-    large.mkdir()
-    small.mkdir()
-    shapes = {n: s.full_shape for n, s in build(config_from_dict(wide), device="meta").checkpoint_shards().items()}
-    write(large, {name: torch.zeros(shape) for name, shape in shapes.items()}, config=wide)
-    write(small, tensors)
+    for folder, config in ((large, wide), (small, {**wide, "num_hidden_layers": 1})):
+        shards = build(config_from_dict(config), device="meta").checkpoint_shards()
+        shapes = {name: shard.full_shape for name, shard in shards.items()}
+        stored = {name: torch.zeros(shape) for name, shape in shapes.items() if len(shape) < 3}
+        for name, (experts, columns, rows) in ((n, s) for n, s in shapes.items() if len(s) == 3):
+            stored[f"{name}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)
+        folder.mkdir()
+        write(folder, stored, config=config)
     assert (large / "model.safetensors").stat().st_size > 200 << 20
     root = Path(__file__).parents[2]
     child = subprocess.run(
