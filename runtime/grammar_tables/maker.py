@@ -30,6 +30,7 @@ from runtime.schedule.request import Request, TableSpec
 _MOST_QUEUED: Final = 64  # tables that wait to be made
 _MOST_KNOWN: Final = 1024
 _LENGTH: Final = struct.Struct("<I")
+POLICY = os.SCHED_IDLE  # scheduling of the process: cores are the engine's and the front end's first
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +99,15 @@ def _answer(process: subprocess.Popen[bytes], said: bytes) -> bytes:
 def _opened() -> subprocess.Popen[bytes]:
     """The process, in a group of its own so that Ctrl-C does not reach it; it ends when its stdin is closed."""
     root = str(Path(__file__).resolve().parents[2])
-    words = f"import sys; sys.path.insert(0, {root!r}); from runtime.grammar_tables.maker import make; make()"
+    words = f"import sys; sys.path.insert(0, {root!r}); from runtime.grammar_tables.maker import make; make({POLICY})"
     return subprocess.Popen(
         [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     )
 
 
-def make() -> None:
+def make(policy: int) -> None:
     """Main of the process: reads the tokenizer, answers with no bytes, then answers each TableSpec with a table."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # cores are the engine's and the front end's first
+    os.sched_setscheduler(0, policy, os.sched_param(0))
     given, answers = sys.stdin.buffer, sys.stdout.buffer
     text, vocab_size, eos_token_ids = msgspec.msgpack.decode(_read(given))
     vocabulary = Vocabulary(Grammars(lambda: text, vocab_size, eos_token_ids).token_texts(), eos_token_ids)

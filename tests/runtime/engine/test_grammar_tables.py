@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from runtime.build import build_engine
 from runtime.config import EngineConfig
 from runtime.frontend.structured import structured
 from runtime.grammar import Grammars
+from runtime.grammar_tables import maker
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason
 from runtime.schedule.speculation import Speculation
@@ -172,14 +174,15 @@ def test_more_grammars_than_places(tabled: Grammars) -> None:
     assert life.counters["grammar_tabled"] > 16
 
 
-def test_an_engine_makes_its_tables_in_a_process(tmp_path: Path) -> None:
+def test_an_engine_makes_its_tables_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is built: rank 0 has a maker, and the first requests begin under their matcher."""
+    monkeypatch.setattr(maker, "POLICY", os.SCHED_OTHER)  # no core may be idle beside other tests
     (folder := tiny_folder(tmp_path)).joinpath("tokenizer.json").write_text(small_tokenizers.byte_level().to_json())
     config = EngineConfig(
         model=str(folder), load_format="dummy", device="cpu", max_num_seqs=2, num_blocks=60, max_model_len=128
     )
     fields: dict[str, Any] = {"stops": (EOS,), "max_tokens": 30, "grammar": DIGITS, "temperature": 1.0}
-    until = time.monotonic() + 600  # its process has only idle cores
+    until = time.monotonic() + 300
     with build_engine(
         config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu"
     ) as engine:
