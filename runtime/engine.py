@@ -234,7 +234,7 @@ class Engine:
         return perf_counter_ns()
 
     def _at(self, place: str) -> None:
-        """Tells the watchdog the step and the place that this rank has reached."""
+        """Gives the watchdog the step and the place that this rank has reached."""
         if self._watchdog is not None:
             self._watchdog.step, self._watchdog.place = self._chain.step, place
 
@@ -402,12 +402,12 @@ class Engine:
         """Ranks that the watchdog has received nothing from for longer; none in a world of one. From any thread."""
         return () if self._watchdog is None else self._watchdog.silent_ranks(seconds)
 
-    def tell_verdict(self, hear: Callable[[str], object]) -> bool:
-        """Call ``hear`` with the reason when the watchdog ends the job, before the process ends, whatever the engine's
-        block raises. False without a watchdog: ``hear`` is never called."""
+    def call_on_verdict(self, callback: Callable[[str], object]) -> bool:
+        """Have ``callback`` called with the reason when the watchdog ends the job, before the process ends, whatever
+        the engine's block raises. False without a watchdog, which never calls it."""
         if self._watchdog is None:
             return False
-        self._watchdog.hear_verdict = hear
+        self._watchdog.on_verdict = callback
         return True
 
     @property

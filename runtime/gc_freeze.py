@@ -18,7 +18,7 @@ def freeze_heap() -> Callable[[], None]:
 
     A full collection looks at every object of torch and all other packages: 10 to 100 ms in which this process does
     nothing else, in the middle of some step, and the other ranks wait for it. When an engine is ready for its first
-    request, what is alive stays alive, so looking at it again finds nothing. Later objects are collected as ever.
+    request, what is alive stays alive, so looking at it again finds nothing. Later objects are collected as usual.
 
     What is hidden and becomes garbage is freed only if nothing in a reference cycle holds it. So what was returned
     puts everything back into sight once no engine of the process is open (also what others gave to gc.freeze: Python

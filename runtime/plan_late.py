@@ -31,7 +31,7 @@ _ENOUGH = 2
 
 @dataclass(slots=True)
 class PlanLateCounters:
-    """plan_late_waits: turns that were put off; plan_late_us: by how much in all. plan_late_misses: those of them whose
+    """plan_late_waits: turns that were delayed; plan_late_us: by how much in all. plan_late_misses: those of them whose
     step was launched after the one before it had ended; plan_late_idle_us: for how long the device had nothing then.
     """
 
@@ -49,7 +49,7 @@ class Shape(Hashable, Protocol):
 
 
 class _Launched(NamedTuple):
-    """A step in flight, and when its launch returned. ``waited``: its turn was put off."""
+    """A step in flight, and when its launch returned. ``waited``: its turn was delayed."""
 
     shape: Shape
     at: float
@@ -77,7 +77,7 @@ class PlanLate:
         return MARGIN_S + MARGIN_SHARE * self._longest + self._extra
 
     def slack(self) -> float:
-        """Seconds for which the next turn may be put off; 0 where it should begin now.
+        """Seconds for which the next turn may be delayed; 0 if it should begin now.
 
         Until the oldest step in flight is about to end: then its results are wanted, and with D = 1 the next step.
         """

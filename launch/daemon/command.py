@@ -39,7 +39,7 @@ class LedEngine(DaemonEngine, Protocol):
     """What the command needs of an engine beyond the daemon's turns."""
 
     def follow(self) -> None: ...
-    def tell_verdict(self, hear: Callable[[str], object]) -> bool: ...
+    def call_on_verdict(self, callback: Callable[[str], object]) -> bool: ...
 
 
 OpenEngine = Callable[[EngineConfig, Rendezvous], AbstractContextManager[LedEngine]]
@@ -70,7 +70,7 @@ def run(command: DaemonCommand, environ: Mapping[str, str], open_engine: OpenEng
                 if path is not None:
                     path.unlink(missing_ok=True)  # this process is about to leave without more ado
 
-            verdict_follows = engine.tell_verdict(verdict)
+            verdict_follows = engine.call_on_verdict(verdict)
             with Interrupts() as interrupts:
 
                 def tend() -> None:

@@ -96,7 +96,7 @@ def _lead(
         processes.replace(lost, server.connect)
 
     server = EngineServer(engine, links, beats, max_queued=options.max_queued_requests, replace=replace)
-    engine.tell_verdict(server.end)
+    engine.call_on_verdict(server.end)
     with Interrupts() as interrupts:
 
         def tend() -> None:

@@ -117,7 +117,7 @@ class ProposerParts:
     It takes its caches from ``pool`` when it is made: ``pool.allocate(CacheLayout(...))``, one view a declared layer.
     Planes have the target's blocks by the target's page tables, so prefix hits, forks and evictions hold for them;
     ``SlotState`` is zeroed when a request gets a slot, and copied where an answer forks. ``tables.history``: the tokens
-    of every slot (slot_state.py). A proposer is made twice: first over a pool without blocks, whose layout tells what
+    of every slot (slot_state.py). A proposer is made twice: first over a pool without blocks, whose layout says what
     blocks and slots will cost; weights are loaded before that by the MakeProposer's maker.
     """
 

@@ -54,7 +54,7 @@ class ServedEngine(EngineProtocol, Protocol):
         """Ranks without a sign of life for longer. From any thread."""
         ...
 
-    def tell_verdict(self, hear: Callable[[str], object]) -> object:
+    def call_on_verdict(self, callback: Callable[[str], object]) -> object:
         """The callback gets the reason when the watchdog ends the job, before the process leaves."""
         ...
 

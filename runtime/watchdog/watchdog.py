@@ -102,7 +102,7 @@ class Watchdog(Progress):
         self.verdict: Verdict | None = None
         self.rank = control.rank
         self.release: Callable[[], object] | None = None  # once the bundle is written: lets go of what others wait for
-        self.hear_verdict: Callable[[str], object] | None = None  # called with the reason, before anything is written
+        self.on_verdict: Callable[[str], object] | None = None  # called with the reason, before anything is written
         self._channel: Channel | None = None
         self._digest = digest
         self._leave = leave
@@ -273,8 +273,8 @@ class Watchdog(Progress):
             if self.verdict is not None:
                 return
             self.verdict = verdict
-        if self.hear_verdict is not None:
+        if self.on_verdict is not None:
             with suppress(Exception):  # a listener must not keep this process
-                self.hear_verdict(verdict.text)
+                self.on_verdict(verdict.text)
         self._last_acts.perform(verdict, self._channel, self.release)
         self._leave(exit_code(verdict))

@@ -78,7 +78,7 @@ class ServedFake(FakeEngine):
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         return self.silent
 
-    def tell_verdict(self, hear: Callable[[str], object]) -> None:
+    def call_on_verdict(self, callback: Callable[[str], object]) -> None:
         pass
 
 
