@@ -38,8 +38,11 @@ _PART: Final = re.compile(
 
 def tree_of(grammar: str) -> Tree:
     """Of a grammar in llguidance's notation. Raises Unsupported."""
-    first, *others = _parts(grammar)
-    return _Rules(first[1], {name: _Rules(one, {}).tree for name, one in others}).tree
+    try:
+        first, *others = _parts(grammar)
+        return _Rules(first[1], {name: _Rules(one, {}).tree for name, one in others}).tree
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise Unsupported from None  # such as a schema whose keywords have values of other types
 
 
 def unforced(grammar: str) -> str:
@@ -56,10 +59,7 @@ def _parts(grammar: str) -> list[tuple[str, str]]:
     """Name and rules of each grammar."""
     if not grammar.startswith("{"):
         return [("", grammar)]
-    try:
-        return [(one.get("name", ""), one["lark_grammar"]) for one in json.loads(grammar)["grammars"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Unsupported from None
+    return [(one.get("name", ""), one["lark_grammar"]) for one in json.loads(grammar)["grammars"]]
 
 
 def _begins_lazily(tree: Tree) -> bool:

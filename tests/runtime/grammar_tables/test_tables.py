@@ -106,6 +106,18 @@ def test_what_is_not_known_or_too_large_has_none(grammar: str) -> None:
     assert automaton_of(grammar) is None
 
 
+@pytest.mark.parametrize(
+    "schema", ['{"type": [["null"]]}', '{"$ref": []}', '{"$defs": [], "type": "null"}', '{"enum": 5}']
+)
+def test_a_schema_with_values_of_other_types_is_not_known(schema: str) -> None:
+    assert not known(f"start: %json {schema}\n")
+
+
+@pytest.mark.parametrize("grammars", ["[]", "5", "[{}]", '[{"lark_grammar": 5}]'])
+def test_grammars_in_another_form_are_not_known(grammars: str) -> None:
+    assert not known(f'{{"grammars": {grammars}}}')
+
+
 def test_an_automaton_of_another_language_is_found_out() -> None:
     made = automaton_of(structured(regex="[ab]c{0,3}d"))
     assert made is not None
