@@ -45,8 +45,8 @@ class Shape(dict[str, Any]):
 
 
 SHAPE = Shape(
-    architectures=["MistralForCausalLM"],
-    model_type="mistral",
+    architectures=["MinistralForCausalLM"],
+    model_type="ministral",
     num_hidden_layers=4,
     layer_types=["sliding_attention", "full_attention"] * 2,
     sliding_window=WINDOW,
