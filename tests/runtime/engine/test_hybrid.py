@@ -119,7 +119,7 @@ def test_windows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be taken back where a proposal is refused"):
         build_engine(config, control=SingleRankControl(), collectives=SingleRank(), agree_min=int, device="cpu")
     roles = window_roles((2,), {0: (1, 2, 3)})
-    with pytest.raises(ValueError, match="windows of 2: state of slots"), rig(shape=HYBRID, further_roles=roles):
+    with pytest.raises(ValueError, match="windows of 2: rows may append"), rig(shape=HYBRID, further_roles=roles):
         pass
 
 
