@@ -160,7 +160,8 @@ class FamilyConfig:
     ``layer_types``: every ``full_every``th layer is full, 0: none is. Without ``full_every`` windows are refused.
     ``reads``: names of further keys, separated by spaces, also of those that others must have neutral. ``neutral``:
     further options that it must have neutral. ``qk_norms``: queries and keys are normed. ``layer_types``: the kinds
-    that it implements. ``slides``: whether the window that the config names means anything; None: always.
+    that it implements. ``slides``: whether the window that the config names applies; None: always, but a family that
+    has none ignores one that 'use_sliding_window' switches off.
     ``attention``: how layers attend, given what they are with windows alone.
     ``usual``: the config in the usual keys; all others see its result. ``experts``: its sparse layers; None: has none.
     ``more``: fields of ModelConfig that the family reads itself.

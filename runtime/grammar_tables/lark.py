@@ -96,13 +96,10 @@ class _Rules:
             said: Any = found[kind]
             if (kind, said) == ("sign", "\n"):
                 return parts, at
-            try:
-                if kind == "json":
-                    said, at = json.JSONDecoder().raw_decode(grammar, at)
-                elif kind == "text":
-                    said = json.loads(said)
-            except ValueError:
-                raise Unsupported from None
+            if kind == "json":
+                said, at = json.JSONDecoder().raw_decode(grammar, at)
+            elif kind == "text":
+                said = json.loads(said)
             parts.append((kind, said))
         raise Unsupported
 

@@ -138,9 +138,8 @@ def _add_norm(ops: Ops, x_TN: Tensor, residual_TN: Tensor | None, norm_N: Tensor
 
 
 _COMPOSED = (
-    *(add_rms_norm, joined_norms, linear_push, add_norm_linear, add_norm_logits),
-    *(gate_up, add_norm_gate_up, gate_up_down),
-)
+    add_rms_norm, joined_norms, linear_push, add_norm_linear, add_norm_logits, gate_up, add_norm_gate_up, gate_up_down,
+)  # fmt: skip
 ROWS = (
     plain("rms_norm", rms_norm),
     plain("silu_mul", silu_mul),

@@ -164,7 +164,7 @@ def test_a_table_travels(small: tuple[Grammars, Vocabulary]) -> None:
     assert np.array_equal(again.next_SK, table.next_SK)
 
 
-def wait_for(maker: TableMaker, seconds: float = 600.0) -> tuple[bytes, bytes]:
+def wait_for(maker: TableMaker, seconds: float = 60.0) -> tuple[bytes, bytes]:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if made := maker.made():
