@@ -103,4 +103,5 @@ def _answers(config: EngineConfig, ranks: int, asked: Sequence[Request]) -> dict
             raise
 
     with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(live, range(ranks)))[0]
+        found, *_ = threads.map(live, range(ranks))
+        return found
