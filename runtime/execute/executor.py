@@ -134,7 +134,8 @@ class Executor:
             groups=1 + len(self._model.cache_layout.windows),
         )
         decode_tokens = (max_rows * limits.window if config.mixed_windows else max_rows) if config.mixed else 0
-        most_tokens = limits.max_prefill_tokens + decode_tokens
+        # A captured step computes all tokens of its bucket, also where no plan has as many.
+        most_tokens = max((limits.max_prefill_tokens + decode_tokens, *config.prefill_buckets))
         entries = limits.depth + 3  # of every ring: each step in flight, the one being made, and a free one after it
         self.staging = Staging(device, self.tables, max_prefill_tokens=most_tokens, max_rows=max_rows, entries=entries)
         self._ring = ResultRing(

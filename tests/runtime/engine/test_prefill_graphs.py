@@ -251,6 +251,13 @@ def test_a_table_that_does_not_end_behind_its_tiles_is_found(monkeypatch: pytest
             assert outcome(run(engine, requests)) != launched
 
 
+def test_a_bucket_that_no_plan_fills_has_all_of_its_tokens() -> None:
+    """Attention is planned for as many, and would read and write behind the others."""
+    with rig(prefill_buckets=(16, 200), max_prefill_tokens=64) as engine:
+        tokens = engine.executor.staging.padded_chunks(200)
+        assert {len(tokens.token_ids_T), len(tokens.positions_T), len(tokens.slots_T)} == {200}
+
+
 @pytest.mark.parametrize("most", [1, 32, 33, 64, 1000, 1024, 5000, 8192, 32_768])
 def test_buckets_waste_little(most: int) -> None:
     buckets = token_ladder(most)
