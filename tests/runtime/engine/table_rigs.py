@@ -5,6 +5,7 @@ Knows: what a rig's engine asks of a maker. Does not know: requests, processes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from runtime.grammar import Grammars
@@ -20,18 +21,21 @@ def small_grammars(vocab_size: int, eos_token_id: int) -> Grammars:
 
 
 class MakerAtOnce:
-    """``tables``: those made, as bytes. ``late``: how many calls of ``made`` come before one has a table."""
+    """``tables``: those made, as bytes. ``late``: how many calls of ``made`` come before one has a table.
+
+    Ranks of a test, which share it, run in threads; only the leader, which runs in the thread that made it, uses it.
+    """
 
     def __init__(self, vocabulary: Vocabulary, late: int = 0) -> None:
         self.tables: list[bytes] = []
-        self._vocabulary, self._late = vocabulary, late
+        self._vocabulary, self._late, self._leader = vocabulary, late, threading.get_ident()
         self._known: set[bytes] = set()
         self._due: list[tuple[int, bytes, bytes]] = []
         self._calls = 0
 
     def want(self, request: Request) -> bool:
         key = request.table_key
-        if key in self._known:
+        if key in self._known or threading.get_ident() != self._leader:
             return False
         self._known.add(key)
         table = made_table(self._vocabulary, request.table_spec)
@@ -41,6 +45,8 @@ class MakerAtOnce:
         return True
 
     def made(self) -> list[tuple[bytes, bytes]]:
+        if threading.get_ident() != self._leader:
+            return []
         self._calls += 1
         ready = [one for one in self._due if one[0] < self._calls]
         self._due = [one for one in self._due if one[0] >= self._calls]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.serve.parsers.call_grammar import grammar_of_calls
 from parallel.comm.collectives import SingleRank
 from parallel.control.interface import SingleRankControl
 from runtime.build import build_engine
@@ -24,15 +26,17 @@ from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
+from tests.launch.serve.parsers.test_call_grammar import TOOLS
 from tests.plant import invariant_kernels
 from tests.runtime.engine import rig as rigs
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.lives import live, oracle, same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
 from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_grammar import DIGITS, EOS, GRAMMARS, JSON, SHAPE, VOCABULARY, check, mixture
-from tests.runtime.engine.test_grammar_masks import NGRAM, grammars_change_no_bit
+from tests.runtime.engine.test_grammar_masks import HOW, MANY, NGRAM, asked, grammars_change_no_bit
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers
 from tests.runtime.frontend import small_tokenizers
 
@@ -88,6 +92,31 @@ def test_in_draft_trees(tabled: Grammars) -> None:
     life = live(requests, depth=2, grammars=tabled, proposer=proposer, speculation=rule, tree=8)
     same(life, alone)
     assert life.counters["grammar_tabled"] >= 6
+
+
+@pytest.mark.parametrize(("seeds", "hows"), [((1,), HOW[2:]), long((2, 3), MANY)])
+def test_random_schemas_and_calls(seeds: Sequence[int], hows: list[tuple[int, int, bool, int]]) -> None:
+    """At a temperature of 2, where one mask of another bit soon draws another token."""
+    for seed in seeds:
+        requests, _ = asked(seed, 6)
+        call = replace(requests[0].sampling, grammar=grammar_of_calls("hermes", TOOLS, {}, choice="", one=True))
+        requests.append(replace(requests[0], request_id=len(requests), sampling=call))
+        alone = oracle(requests, grammars=GRAMMARS)
+        script = script_of(requests, {i: ended.token_ids for i, ended in alone.finished.items()})
+        for depth, width, tree, ranks in hows:
+            grammars = with_tables(small_grammars(VOCABULARY, EOS), (EOS,))
+            how: dict[str, Any] = {"depth": depth, "grammars": grammars}
+            if tree:
+                proposer = branching(lambda parts, known=script: KnownAnswers(parts, known), RANKS)  # type: ignore[misc]
+                how |= {"proposer": proposer, "speculation": Speculation(width, mixed_percent=0), "tree": 8}
+            elif width > 1:
+                how |= drafts(width)
+            if ranks > 1:
+                how["over"] = lambda **more: tensor_rig(2, **more)
+            life = live(requests, **how)
+            same(life, alone)
+            assert life.counters["grammar_tabled"] >= 6, (seed, depth, width, tree, ranks)
+            grammars.close()
 
 
 @pytest.mark.parametrize("logprobs", [1, None])
