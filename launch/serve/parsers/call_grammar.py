@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from launch.api.schema import Tool
+from launch.serve.parsers.bare_grammar import BareValues, NotBare
 from launch.serve.parsers.reasoning_grammar import HARMONY_FINAL
 from runtime.frontend.structured import TEXT, json_rule, upto, written
 from runtime.frontend.validation import RequestError
@@ -23,7 +25,8 @@ from runtime.frontend.validation import RequestError
 class _Form(NamedTuple):
     """Texts around calls. ``name`` may stand in ``head``, in JSON if it is ``quoted``; ``key`` in ``parameter``: where
     that is set, each argument is written apart, a text as it is, other values as JSON; ``string``: whether it is one.
-    ``index``: of the call, counted over the conversation. ``other``: begins an answer that is no call."""
+    ``index``: of the call, counted over the conversation. ``other``: begins an answer that is no call. ``quote``: of
+    texts, where keys are bare."""
 
     head: str
     tail: str
@@ -33,6 +36,7 @@ class _Form(NamedTuple):
     parameter: str = ""
     value_end: str = ""
     other: str = ""
+    quote: str = ""
 
 
 _HERMES: Final = _Form('<tool_call>\n{"name": {name}, "arguments": ', "}\n</tool_call>", "\n")
@@ -49,7 +53,7 @@ _FORMS: Final[Mapping[str, _Form]] = {
         "<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>", "\n",
         parameter="<parameter={key}>", value_end="</parameter>\n",
     ),
-    "gemma4": _Form("<|tool_call>call:{name}", "<tool_call|>"),  # JSON; by itself it writes keys without quotes
+    "gemma4": _Form("<|tool_call>call:{name}", "<tool_call|>", quote='<|"|>'),
     "glm45": _Form(
         "<tool_call>{name}\n", "</tool_call>", "\n",
         parameter="<arg_key>{key}</arg_key>\n<arg_value>", value_end="</arg_value>\n",
@@ -115,6 +119,7 @@ class _Calls:
         self._form, self._added = form, added
         self._calls: list[tuple[str, str, str]] = []
         self._rules: list[str] = []
+        self._bare = BareValues(self._rules, form.quote, added)
 
     def add(self, tool: Tool, where: str) -> None:
         form, name = self._form, tool.function.name
@@ -165,9 +170,12 @@ class _Calls:
 
     def _arguments(self, schema: Any, where: str) -> str:
         form = self._form
+        rule = json_rule(schema, where)  # refuses what cannot be enforced
+        if form.quote:
+            with suppress(NotBare):
+                return self._bare.arguments(schema)
         if not form.parameter:
-            return json_rule(schema, where)
-        json_rule(schema, where)  # refuses what cannot be enforced
+            return rule
         parts, required, properties = [], schema.get("required", []), schema.get("properties", {})
         if other := sorted(_OF_OBJECTS & schema.keys()) or sorted({*required} - properties.keys()):
             raise RequestError(

@@ -104,7 +104,7 @@ def calls_in(parser: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 def test_a_required_call_is_read_as_one_that_the_schema_allows(parser: str) -> None:
     for choice in ("", "weather"):
         grammar = grammar_of_calls(parser, TOOLS, {}, choice=choice, one=False)
-        texts = walks(grammar, parser, 6, _FORMS[parser].value_end)
+        texts = walks(grammar, parser, 6, _FORMS[parser].value_end or _FORMS[parser].quote)
         assert texts
         for text in texts:
             content, calls = calls_in(parser, text)
@@ -145,9 +145,11 @@ KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:12<|tool_call_argument_begin|>"
     '{"city": "B", "unit": "C"}<|tool_call_end|><|tool_calls_section_end|>'
 )
+GEMMA = '<|tool_call>call:weather{city:<|"|>B<|"|>,unit:<|"|>C<|"|>}<tool_call|>'
 TOKENS = (
     *("<tool_call>", "</tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", "｜DSML｜"),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<|tool_call>", '<|"|>', "<tool_call|>"),
 )
 
 
@@ -155,6 +157,7 @@ TOKENS = (
     ("parser", "call"),
     [
         ("hermes", HERMES), ("qwen3_coder", CODER), ("minimax_m2", MINIMAX), ("deepseek_v32", DSML), ("kimi_k2", KIMI),
+        ("gemma4", GEMMA),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("marks", [(), TOKENS])
@@ -180,7 +183,7 @@ def test_calls_of_strict_tools_have_tables(parser: str) -> None:
     thought = with_reasoning(named, "qwen3", "<think>", added)
     assert thought != named
     grammars = [required, named, thought]
-    if parser in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32"):
+    if parser in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32", "gemma4"):
         grammars.append(grammar_of_calls(parser, TOOLS, added, choice=None, one=False))
         assert not known(grammar_of_calls(parser, TOOLS, {}, choice=None, one=False))
     for grammar in grammars:
@@ -242,3 +245,71 @@ def test_what_cannot_be_enforced_is_refused_where_a_tool_is_strict() -> None:
             grammar_of_calls("glm45", [one], {}, choice="", one=False)
     with pytest.raises(RequestError, match="have no mark"):
         grammar_of_calls("llama3_json", TOOLS, {}, choice=None, one=False)
+
+
+BARE: dict[str, Any] = {
+    "nothing": NOTHING,
+    "weather": WEATHER,
+    "no type": {"type": "object", "properties": {"b": {"type": "integer"}, "A": {}}, "required": ["b"]},
+    "all optional": {"type": "object", "properties": {name: {"type": "boolean"} for name in "fbcade"}},
+    "odd keys": {
+        "type": "object",
+        "properties": {"a: b": {"type": "null"}, "\N{MULTIPLICATION SIGN}": {"type": "integer"}},
+        "required": ["a: b", "\N{MULTIPLICATION SIGN}"],
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "many": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "number"}}}},
+            "few": {"type": "array", "items": {"type": ["string", "null"]}, "minItems": 2, "maxItems": 3},
+            "three": {"type": "array", "items": {"type": "boolean"}, "minItems": 3},
+            "none": {"type": "array", "maxItems": 0},
+            "counts": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}},
+            "empty": {"type": "object", "additionalProperties": False},
+            "of": {"enum": ["a b", 1, 2.5, None, True, ["c"], {"k": "v"}]},
+            "fixed": {"const": "C"},
+            "one": {"anyOf": [{"type": "integer"}, {"type": "string"}, {"$ref": "#/$defs/pair"}]},
+        },
+        "required": ["few", "many", "none", "empty", "of", "one"],
+        "$defs": {"pair": {"type": "object", "properties": {"y": {"const": 1}, "z": {"type": "string"}}}},
+    },
+    "recursive": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "below": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
+        "required": ["name"],
+    },
+}
+
+
+def _as_gemma(value: Any) -> str:
+    """As the template of tests/launch/serve/parsers/templates.py does, at any depth."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_as_gemma(value[key])}" for key in sorted(value, key=str.lower)) + "}"
+    return f"[{','.join(map(_as_gemma, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_gemma_writes_calls_in_its_own_form(name: str) -> None:
+    schema = BARE[name]
+    tools = [Tool("function", Function("now", parameters=schema, strict=True))]
+    grammar = grammar_of_calls("gemma4", tools, {}, choice="now", one=False)
+    assert "bare_0" in grammar
+    for text in walks(grammar, name, 8, '<|"|>', 800):
+        content, ((_, arguments),) = calls_in("gemma4", text)
+        assert not content
+        jsonschema.validate(arguments, schema)
+        if name != "odd keys":
+            assert is_text(grammar, f"<|tool_call>call:now{_as_gemma(arguments)}<tool_call|>"), text
+
+
+def test_gemma_writes_json_where_a_schema_asks_more() -> None:
+    for kept in ({"pattern": "a+"}, {"minLength": 1, "description": "-"}, {"format": "date"}):
+        schema: Any = {"type": "object", "properties": {"a": {"type": "string", **kept}, "b": {"type": "string"}}}
+        tools = [Tool("function", Function("now", parameters=one, strict=True)) for one in (schema, NOTHING)]
+        grammar = grammar_of_calls("gemma4", tools, {}, choice="", one=True)
+        (text,) = walks(grammar, "json", 1)
+        jsonschema.validate(calls_in("gemma4", text)[1][0][1], schema)
+        for text, allowed in (('{"b": "x"}', True), ('{"a": ""}', False), ('{b:<|"|>x<|"|>}', False), ("{}", True)):
+            assert is_text(grammar, f"<|tool_call>call:now{text}<tool_call|>") is allowed
