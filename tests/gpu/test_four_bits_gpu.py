@@ -18,7 +18,7 @@ from tests.plant import reference_kernels
 pytestmark = pytest.mark.gpu
 
 if torch.cuda.is_available():
-    from models.kernels.matmul.choice_table import Decoded, LinearShape
+    from models.kernels.matmul.choice_table import Decoded, LinearShape, Warpgroup
     from models.kernels.matmul.codes import decoded
     from tests.models.kernels.nvidia_kernels import Nvidia, invariant_nvidia_kernels, nvidia_kernels
 
@@ -96,6 +96,23 @@ def test_products(kernels: Nvidia, form: WeightFormat, sizes: tuple[int, int], r
             near(found, expected + weight.bias.double(), (choice, dtype))
             found = kernels.matmul.run(x, typed.unbiased, choice, gate_up=True)
             near(found, silu_mul(expected), (choice, "gate_up", dtype), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [7, 29])
+@pytest.mark.parametrize("form", FORMATS, ids=NAMES)
+def test_products_of_a_warpgroup(kernels: Nvidia, form: WeightFormat, rows: int) -> None:
+    """K that steps and programs divide, and K that they do not; four steps ahead as the 8B model has them."""
+    sizes, dtype, split = ((512, 1536), BF16, 1) if rows == 7 else ((256, 2880), torch.float16, 3)
+    weight, x = weight_of(sizes, form, bias=True), torch.randn(rows, sizes[1], device="cuda").to(dtype)
+    assert weight.bias is not None
+    expected, typed = x.double() @ weight.plain(torch.float64).t(), replace(weight, bias=weight.bias.to(dtype))
+    for ahead in (2, 4) if form == FORMATS[0] else (2,):
+        choice = Warpgroup(split, ahead)
+        assert kernels.matmul.can_run(LinearShape.of(x, weight), choice)
+        found = kernels.matmul.run(x, typed, choice, gate_up=False)
+        near(found, expected + weight.bias.double(), choice)
+        found = kernels.matmul.run(x, typed.unbiased, choice, gate_up=True)
+        near(found, silu_mul(expected), (choice, "gate_up"), 1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100])

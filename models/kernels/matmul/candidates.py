@@ -22,6 +22,7 @@ from models.kernels.matmul.choice_table import (
     LinearShape,
     Scaled,
     Skinny,
+    Warpgroup,
     Wide,
 )
 from models.kernels.traits import H200, TALL_ROWS, DeviceTraits
@@ -41,6 +42,7 @@ _MOST_FRAGMENT_STEPS, _FRAGMENT_COLUMNS = 12, 128  # of a warp; its steps are al
 _FEWEST_FRAGMENT_WARPS = 12  # of a multiprocessor
 # Of four-bit weights and few rows: (split, ahead, warps).
 _FRAGMENTS = ((1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 4), (1, 4, 8), (1, 2, 8), (3, 3, 4), (2, 2, 8), (4, 2, 4))
+MOST_WARPGROUP_ROWS = 32
 _MOST_FOUR_BIT_ROWS = 64  # tiles of 128 rows spill registers
 # Of four-bit weights: (block_o, parts, stages) and (block_o, split, stages, warps).
 _FOUR_BIT_PARTS = ((16, 4, 4), (32, 4, 4), (16, 8, 3), (32, 8, 3), (32, 2, 5))
@@ -220,7 +222,7 @@ def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list
         )
     else:
         fitting.sort(key=lambda c: (c.parts == 1, _off(shape.outputs // c.block_o * c.split, traits)))
-    return [*_fragments(shape, traits), *dict.fromkeys(fitting), Decoded()]
+    return [*_fragments(shape, traits), *dict.fromkeys(fitting), *_warpgroups(shape, traits), Decoded()]
 
 
 def _fragments(shape: LinearShape, traits: DeviceTraits) -> list[Fragments]:
@@ -233,6 +235,19 @@ def _fragments(shape: LinearShape, traits: DeviceTraits) -> list[Fragments]:
     ]
     few = _FEWEST_FRAGMENT_WARPS * traits.multiprocessors
     return sorted(found, key=lambda c: shape.outputs // 16 * c.split * c.warps < few)
+
+
+def _warpgroups(shape: LinearShape, traits: DeviceTraits) -> list[Warpgroup]:
+    """The two splits nearest to three programs a multiprocessor: 8B's products were the fastest so on an H200. Scales
+    of fewer than 128 columns are multiplied in each step, and four of those in line take a compiler minutes.
+    """
+    if not 1 < shape.rows <= MOST_WARPGROUP_ROWS or not traits.hopper:
+        return []
+    columns = shape.block[1] if shape.block else 0
+    aheads = (2,) if columns % 128 or shape.format.code != "int4" else (4, 2) if shape.rows <= 16 else (2, 4)
+    programs = shape.outputs / 64 / (3 * traits.multiprocessors)
+    splits = sorted((1, 2, 3, 4, 6, 8), key=lambda split: abs(math.log(programs * split)))
+    return [Warpgroup(split, ahead) for split in splits[:2] for ahead in aheads]
 
 
 def fp8_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:

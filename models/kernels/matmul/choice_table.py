@@ -198,6 +198,14 @@ class Fragments:
 
 
 @dataclass(frozen=True, slots=True)
+class Warpgroup:
+    """models/kernels/matmul/warpgroup.py: programs that share K, and how many steps are loaded early."""
+
+    split: int
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
 class Scaled:
     """FP8 weights: torch's scaled product (cuBLASLt) of quantised activations."""
 
@@ -208,7 +216,7 @@ class Decoded:
 
 
 _Made = TypeVar("_Made")
-Choice = Blas | CublasLt | Gemv | Skinny | Wide | FourBits | Fragments | Scaled | Decoded
+Choice = Blas | CublasLt | Gemv | Skinny | Wide | FourBits | Fragments | Warpgroup | Scaled | Decoded
 _KINDS: dict[str, type[Choice]] = {
     "scaled": Scaled,
     "decoded": Decoded,
@@ -219,6 +227,7 @@ _KINDS: dict[str, type[Choice]] = {
     "wide": Wide,
     "four_bits": FourBits,
     "fragments": Fragments,
+    "warpgroup": Warpgroup,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _FIELD_TYPES: dict[type, dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """The end of a fused matrix product on one tile of sums: SiLU-mul or GELU-mul, bias, push and store.
 
-Knows: what follows the sums in gemv.py and skinny.py. Does not know: how sums are computed, or normed.
+Knows: what follows the sums in gemv.py, skinny.py and the kernels of four-bit weights, of which programs may share K.
+Does not know: how sums are computed, or normed.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -27,6 +28,26 @@ def gated_mul(gate, up, GATE_UP: tl.constexpr):
     else:
         result = gate * tl.sigmoid(gate) * up
     return result
+
+
+@triton.jit
+def sum_of_parts(acc, part, tile, tiles, partial_ptr, counter_ptr, SPLIT: tl.constexpr):
+    """(whether this program ends last of the SPLIT of ``tile``, for that one their sum, in the order of the parts).
+
+    acc: float32 [R, C]. partial_ptr: float32 [SPLIT, tiles, R, C]. counter_ptr: int32 [tiles], zero, and left zero.
+    """
+    area: tl.constexpr = acc.shape[0] * acc.shape[1]
+    within = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+    tl.store(partial_ptr + (part * tiles + tile).to(tl.int64) * area + within, acc)
+    tl.debug_barrier()  # all threads have stored their partial sums before one counts them
+    last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        acc = tl.zeros(acc.shape, tl.float32)
+        for other in tl.static_range(SPLIT):
+            where = (other * tiles + tile).to(tl.int64) * area + within
+            acc += tl.load(partial_ptr + where, cache_modifier=".cg")
+        tl.store(counter_ptr + tile, 0)
+    return last, acc
 
 
 @triton.jit

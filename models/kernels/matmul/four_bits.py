@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
-from models.kernels.matmul.epilogue import store_rows
+from models.kernels.matmul.epilogue import store_rows, sum_of_parts
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
 from parallel.layers.weight import Weight, WeightFormat
@@ -284,17 +284,7 @@ def _four_bits_kernel(
     if SPLIT > 1:
         tiles = tl.num_programs(0) * tl.num_programs(2)
         here = block_m * tl.num_programs(0) + tile
-        within = tile_rows[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        area: tl.constexpr = BLOCK_O * BLOCK_M
-        tl.store(partial_ptr + (part * tiles + here).to(tl.int64) * area + within, acc)
-        tl.debug_barrier()  # all threads have stored their partial sums before one counts them
-        last = tl.atomic_add(counter_ptr + here, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-        if last:
-            acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-            for other in tl.static_range(SPLIT):
-                where = (other * tiles + here).to(tl.int64) * area + within
-                acc += tl.load(partial_ptr + where, cache_modifier=".cg")
-            tl.store(counter_ptr + here, 0)
+        last, acc = sum_of_parts(acc, part, here, tiles, partial_ptr, counter_ptr, SPLIT)
     if last:
         outs = tile * width + tl.arange(0, width)
         store_rows(

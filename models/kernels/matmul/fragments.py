@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.matmul.epilogue import store_rows
+from models.kernels.matmul.epilogue import store_rows, sum_of_parts
 from models.kernels.matmul.four_bits import INT4, constants_of, factors_of, memory_of, pairs_of
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -101,6 +101,45 @@ def _product(low, high, x, sums, dtype: tl.constexpr):
 
 
 @triton.jit
+def with_codes(
+    codes, scales, zeros, weight_ptr, scale_ptr, zero_ptr, rows, column, K: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Appends 32 columns of both ``rows``, from ``column`` on: for each row 4 words, and 1 or 2 scales and zeros."""
+    groups: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    for k in tl.static_range(2):
+        row = rows[k].to(tl.int64)
+        codes = codes + _load(weight_ptr.to(tl.int64) + row * (K // 2) + column // 2)
+        for part in tl.static_range(2 if SCALE_COLUMNS < 32 else 1):
+            group = row * groups + column // SCALE_COLUMNS + part
+            scales = scales + (tl.load(scale_ptr + group),)
+            if ZEROS:
+                zeros = zeros + (tl.load(zero_ptr + group),)
+    return codes, scales, zeros
+
+
+@triton.jit
+def pairs_of_word(
+    word, scale, zero, CODES: tl.constexpr, ZEROS: tl.constexpr, AFTER: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Numbers of eight columns, in pairs j and j + 4; times their scale, unless sums are scaled AFTER."""
+    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0  # of int4
+    one, minus_zero = _twice(tl.full(word.shape, 1.0, dtype)), _twice(tl.full(word.shape, -0.0, dtype))
+    found = ()
+    four = pairs_of(word, CODES, dtype)
+    for place in tl.static_range(4):
+        pair = four[place]
+        if ZEROS:
+            pair = _fma(pair, one, _twice(-(zero.to(dtype) + offset)), dtype)
+        elif CODES == INT4:
+            pair = _fma(pair, one, _twice(tl.full(word.shape, -(offset + 8.0), dtype)), dtype)
+        if not AFTER:
+            pair = _fma(pair, _twice(factors_of(scale, CODES, dtype)), minus_zero, dtype)
+        found = found + (pair,)
+    return found
+
+
+@triton.jit
 def fragment_sums(
     x_rows,  # pointers to the tokens' rows of x
     there,  # whether they exist
@@ -120,11 +159,8 @@ def fragment_sums(
 ):  # fmt: skip
     """Sums of (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1), row by token, over this thread's warp's columns."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0  # of int4
-    groups: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     AFTER: tl.constexpr = CODES == INT4 and (SCALE_COLUMNS % 128 == 0 or SCALE_COLUMNS >= K)  # sums are scaled
     GROUPS: tl.constexpr = 2 if SCALE_COLUMNS < 32 else 1  # of a thread's columns
-    one, minus_zero = _twice(tl.full(first.shape, 1.0, dtype)), _twice(tl.full(first.shape, -0.0, dtype))
     nothing = tl.zeros(first.shape, tl.float32)
     codes, scales, zeros, sums = (), (), (), (nothing, nothing, nothing, nothing)
     for step in tl.static_range(STEPS + AHEAD):
@@ -132,14 +168,9 @@ def fragment_sums(
             column = first + step * STRIDE
             if not WHOLE:
                 column = tl.minimum(column, K - 32)  # of other columns x is zero
-            for k in tl.static_range(2):
-                row = rows[k].to(tl.int64)
-                codes = codes + _load(weight_ptr.to(tl.int64) + row * (K // 2) + column // 2)
-                for part in tl.static_range(GROUPS):
-                    group = row * groups + column // SCALE_COLUMNS + part
-                    scales = scales + (tl.load(scale_ptr + group),)
-                    if ZEROS:
-                        zeros = zeros + (tl.load(zero_ptr + group),)
+            codes, scales, zeros = with_codes(
+                codes, scales, zeros, weight_ptr, scale_ptr, zero_ptr, rows, column, K, SCALE_COLUMNS, ZEROS
+            )
         if PDL and step == AHEAD - 1:
             gdc_wait()
             gdc_launch_dependents()
@@ -149,18 +180,10 @@ def fragment_sums(
             for word in tl.static_range(4):  # of eight columns
                 numbers = ()
                 for k in tl.static_range(2):
-                    four = pairs_of(codes[4 * k + word], CODES, dtype)
-                    for place in tl.static_range(4):
-                        pair = four[place]
-                        if ZEROS:
-                            zero = zeros[GROUPS * k + word * GROUPS // 4].to(dtype)
-                            pair = _fma(pair, one, _twice(-(zero + offset)), dtype)
-                        elif CODES == INT4:
-                            pair = _fma(pair, one, _twice(tl.full(first.shape, -(offset + 8.0), dtype)), dtype)
-                        if not AFTER:
-                            factor = factors_of(scales[GROUPS * k + word * GROUPS // 4], CODES, dtype)
-                            pair = _fma(pair, _twice(factor), minus_zero, dtype)
-                        numbers = numbers + (pair,)
+                    numbers = numbers + pairs_of_word(
+                        codes[4 * k + word], scales[GROUPS * k + word * GROUPS // 4],
+                        zeros[GROUPS * k + word * GROUPS // 4] if ZEROS else 0, CODES, ZEROS, AFTER, dtype,
+                    )  # fmt: skip
                 asked = there if WHOLE else there & (column < K)
                 x = _pairs(_load_where((x_rows + column + 8 * word).to(tl.int64), asked))
                 new = _product(numbers[:4], numbers[4:], x, new, dtype)
@@ -225,16 +248,7 @@ def _fragments_kernel(
     acc = tile_of(sums, WARPS)
     last = True
     if SPLIT > 1:
-        within = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(partial_ptr + (part * tl.num_programs(0) + tile).to(tl.int64) * 128 + within, acc)
-        tl.debug_barrier()  # all threads have stored their partial sums before one counts them
-        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-        if last:
-            acc = tl.zeros((8, 16), tl.float32)
-            for other in tl.static_range(SPLIT):
-                where = (other * tl.num_programs(0) + tile).to(tl.int64) * 128 + within
-                acc += tl.load(partial_ptr + where, cache_modifier=".cg")
-            tl.store(counter_ptr + tile, 0)
+        last, acc = sum_of_parts(acc, part, tile, tl.num_programs(0), partial_ptr, counter_ptr, SPLIT)
     if last:
         store_rows(
             acc, rows, outs, out_ptr, bias_ptr, M, outputs, use_counts, memory, GATE_UP, BIAS, PUSH, RANK, WORLD, ROWS,

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.matmul import codes, four_bits, fragments, gemv, norm, skinny, wide
+from models.kernels.matmul import codes, four_bits, fragments, gemv, norm, skinny, warpgroup, wide
 from models.kernels.matmul.candidates import (
     MOST_FRAGMENT_ROWS,
     MOST_GEMV_ROWS,
+    MOST_WARPGROUP_ROWS,
     first_wave,
     gemv_candidates,
     skinny_candidates,
@@ -44,6 +45,7 @@ from models.kernels.matmul.choice_table import (
     LinearShape,
     Scaled,
     Skinny,
+    Warpgroup,
     Wide,
 )
 from models.ops.table import Row, Run
@@ -185,22 +187,6 @@ def _scaled(products: Any, shape: LinearShape, choice: Scaled) -> Run:
     return run
 
 
-def _four_bits(products: Any, shape: LinearShape, choice: FourBits) -> Run:
-    kernel: Run = partial(four_bits.four_bits, **_shared(products, choice))
-    return lambda x_MK, weight, buffers=None: (
-        kernel(x_MK, weight, buffers=buffers, gate_up=_form(shape, weight)),
-        x_MK,
-    )
-
-
-def _fragments(products: Any, shape: LinearShape, choice: Fragments) -> Run:
-    kernel: Run = partial(fragments.fragments, **_shared(products, choice))
-    return lambda x_MK, weight, buffers=None: (
-        kernel(x_MK, weight, buffers=buffers, gate_up=_form(shape, weight)),
-        x_MK,
-    )
-
-
 def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     pdl = products.pdl
 
@@ -210,7 +196,7 @@ def _decoded(products: Any, shape: LinearShape, choice: Decoded) -> Run:
     return run
 
 
-def _shared(products: Any, choice: Skinny | Wide | FourBits | Fragments) -> dict[str, Any]:
+def _shared(products: Any, choice: Skinny | Wide | FourBits | Fragments | Warpgroup) -> dict[str, Any]:
     """What all take: workspaces, the configuration."""
     given = dataclasses.asdict(choice)
     for field in ("fold", "narrow"):
@@ -221,7 +207,7 @@ def _shared(products: Any, choice: Skinny | Wide | FourBits | Fragments) -> dict
 def by_library(products: Any, choice: Choice) -> Run:
     """Called with (x, weight, out, which is optional): x W^T without a bias."""
     lt = products._lt
-    if isinstance(choice, (Scaled, Decoded, FourBits, Fragments)):
+    if isinstance(choice, (Scaled, Decoded, FourBits, Fragments, Warpgroup)):
         return lambda x_MK, weight, out_MO: out_MO.copy_(products.linear(x_MK, weight))
     if isinstance(choice, CublasLt) and lt is not None:
         return lambda x_MK, weight, out_MO=None: lt.run(x_MK, weight.data, choice.algorithm, out_MO)
@@ -319,9 +305,18 @@ def _fragments_refuses(products: Any, shape: LinearShape, choice: Fragments, mea
         return f"no four-bit weights, activations of 32 bits, or more than {MOST_FRAGMENT_ROWS} rows"
     if not fragments.fits(shape.format, shape.outputs, shape.inner):
         return _BLOCK
-    if fragments.workspace_floats(shape.outputs, choice.split) > products._partial.numel():
-        return _WORKSPACE
-    return _WORKSPACE if choice.split > 1 and shape.outputs // 16 > skinny.COUNTERS else None
+    enough = fragments.workspace_floats(shape.outputs, choice.split) <= products._partial.numel()
+    return None if enough and (choice.split == 1 or shape.outputs // 16 <= skinny.COUNTERS) else _WORKSPACE
+
+
+def _warpgroup_refuses(products: Any, shape: LinearShape, choice: Warpgroup, measured: int | None) -> str | None:
+    if not shape.four_bits or shape.dtype not in (torch.bfloat16, torch.float16) or shape.rows > MOST_WARPGROUP_ROWS:
+        return f"no four-bit weights, activations of 32 bits, or more than {MOST_WARPGROUP_ROWS} rows"
+    if not warpgroup.fits(shape.format, shape.outputs, shape.inner, choice.split, choice.ahead):
+        return _BLOCK
+    floats = warpgroup.workspace_floats(shape.rows, shape.outputs, choice.split)
+    enough = floats <= products._partial.numel() and shape.outputs // warpgroup.BLOCK_O <= skinny.COUNTERS
+    return None if enough else _WORKSPACE
 
 
 def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:
@@ -381,14 +376,25 @@ def _ours(config: type, bind: Run, find: Run, refuses: Run, *form: str) -> Row:
     return Row("product", bind, frozenset(form), refuses, lambda products, shape: find(shape, products.traits), config)
 
 
+def _codes(config: type, kernel: Run, refuses: Run) -> Row:
+    """Of a kernel for four-bit weights."""
+
+    def bind(products: Any, shape: LinearShape, choice: FourBits | Fragments | Warpgroup) -> Run:
+        run = partial(kernel, **_shared(products, choice))
+        return lambda x, weight, buffers=None: (run(x, weight, buffers=buffers, gate_up=_form(shape, weight)), x)
+
+    return Row("product", bind, frozenset(("gate_up", "pushes")), refuses, config=config)
+
+
 ROWS: dict[type, Row] = {
     Blas: Row("product", _library, refuses=_numbers(), variants=lambda products, shape: [Blas()], config=Blas),
     CublasLt: Row("product", _library, refuses=_numbers(_lt_refuses), variants=algorithms, config=CublasLt),
     Skinny: _ours(Skinny, _skinny, skinny_candidates, _skinny_refuses, "normed", "gate_up", "pushes"),
     Gemv: _ours(Gemv, _gemv, gemv_candidates, _gemv_refuses, "normed", "gate_up", "pushes"),
     Wide: _ours(Wide, _wide, wide_candidates, _wide_refuses, "gate_up"),
-    FourBits: Row("product", _four_bits, frozenset(("gate_up", "pushes")), _four_bits_refuses, config=FourBits),
-    Fragments: Row("product", _fragments, frozenset(("gate_up", "pushes")), _fragments_refuses, config=Fragments),
+    FourBits: _codes(FourBits, four_bits.four_bits, _four_bits_refuses),
+    Fragments: _codes(Fragments, fragments.fragments, _fragments_refuses),
+    Warpgroup: _codes(Warpgroup, warpgroup.warpgroup, _warpgroup_refuses),
     Scaled: Row("product", _scaled, refuses=_scaled_refuses, config=Scaled),
     Decoded: Row("product", _decoded, refuses=_decoded_refuses, config=Decoded),
 }

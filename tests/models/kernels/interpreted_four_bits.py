@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from models.kernels.experts import grouped, streamed_four_bits
-from models.kernels.matmul import codes, four_bits, fragments
+from models.kernels.matmul import codes, four_bits, fragments, warpgroup
 from parallel.layers.weight import E2M1, Weight, WeightFormat, int4, mxfp4, nvfp4
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.plant import reference_kernels
@@ -204,7 +204,7 @@ def products() -> None:
 
 def registers() -> None:
     """Products in registers, of every format; K that warps, programs and steps do not divide."""
-    partial, counters = torch.full((1 << 12,), math.nan), torch.zeros(4, dtype=torch.int32)
+    partial, counters = torch.full((1 << 13,), math.nan), torch.zeros(4, dtype=torch.int32)
     for form, inner, rows, split, ahead, warps in (
         (FORMATS[0], 512, 1, 1, 2, 2),
         (FORMATS[1], 384, 8, 2, 1, 1),
@@ -212,18 +212,27 @@ def registers() -> None:
         (FORMATS[3], 384, 3, 1, 1, 2),
         (FORMATS[4], 352, 3, 2, 1, 1),
         (FORMATS[5], 512, 2, 1, 1, 4),
+        (FORMATS[0], 640, 7, 1, 2, 0),  # without a number of warps, by a warpgroup
+        (FORMATS[1], 384, 18, 2, 1, 0),
+        (FORMATS[2], 352, 3, 2, 2, 0),
+        (FORMATS[3], 256, 2, 1, 2, 0),
+        (FORMATS[4], 352, 29, 1, 1, 0),
+        (FORMATS[5], 256, 8, 1, 2, 0),
     ):
         gate_up = rows % 2 == 1
         weight, x = random_weight(64, inner, form, bias=not gate_up), torch.randn(rows, inner).half()
-        given: dict[str, Any] = {"gate_up": int(gate_up), "split": split, "ahead": ahead, "warps": warps, "pdl": False}
-        found = fragments.fragments(x, weight, partial, counters, **given)
+        given: dict[str, Any] = {"gate_up": int(gate_up), "split": split, "ahead": ahead, "pdl": False}
+        if warps:
+            found = fragments.fragments(x, weight, partial, counters, warps=warps, **given)
+        else:
+            found = warpgroup.warpgroup(x, weight, partial, counters, **given)
         expected = x.double() @ weight.plain(torch.float64).t()
         if weight.bias is not None:
             expected += weight.bias.double()
         if gate_up:
             gate, up = expected.chunk(2, -1)
             expected = torch.nn.functional.silu(gate) * up
-        check(found, expected, (form.name, inner, given))
+        check(found, expected, (form.name, inner, given, warps))
     assert not counters.any(), "a split product left its counters set"
 
 
