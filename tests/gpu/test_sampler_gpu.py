@@ -173,7 +173,7 @@ def test_edited_logits_have_the_same_bits_on_both(vocab: int, dtype: torch.dtype
 @pytest.mark.parametrize("vocab", [97, 5000] if INTERPRETED else VOCABS[1:])
 def test_tokens_and_verdicts_of_edited_rows_are_those_of_the_cpu(vocab: int) -> None:
     logits, rows, seen = _mixture(vocab, vocab)
-    features = replace(VARIANTS[-1], edits=True)
+    features = replace(VARIANTS[-1], edits=True, biases=True)
     wanted, wanted_verdict = _on_cpu(logits, rows, features, seen, _edited(5, vocab, "cpu"))
     device_seen = SeenTokens(seen.counts.to(DEVICE), seen.prompt.to(DEVICE))
     moved = processed(_moved(rows, DEVICE), features, device_seen, _edited(5, vocab, DEVICE))

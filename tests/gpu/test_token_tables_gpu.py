@@ -8,12 +8,16 @@ import os
 import pytest
 import torch
 
+from runtime.execute.sampling import logit_edits
 from runtime.execute.sampling import token_tables as reference
 from runtime.execute.sampling.draft_tree import lay_out_in_torch
 from runtime.execute.sampling.kernels import triton_kernels
-from runtime.execute.sampling.token_tables import RowTables, TokenTables
+from runtime.execute.sampling.logit_edits import LogitEdits, RowEdits
+from runtime.execute.sampling.token_tables import TokenTables
 from runtime.execute.slots.feature import RowView
 from runtime.grammar_tables.token_table import SINK
+from runtime.schedule.request import SamplingParams
+from tests.runtime.execute.sampling.edit_cases import edits_for
 
 pytest.importorskip("triton")
 
@@ -50,22 +54,48 @@ def moved(tables: TokenTables) -> TokenTables:
     return TokenTables(*(table.to(DEVICE, copy=True) for table in tables))
 
 
+def edits_of(tables: TokenTables, slots: torch.Tensor, states: torch.Tensor | None, device: str) -> RowEdits:
+    """Rows of ``slots``, of which 3 and 7 have other edits too, on a device; ``states`` None: those of the slots."""
+    plain, vocab = SamplingParams(), tables.pool_PE.shape[1] - STATES * CLASSES
+    named = SamplingParams(
+        allowed_token_ids=tuple(range(0, vocab, 3)),
+        bad_words_token_ids=((7,), (5, 1)),
+        logit_bias=((4, 2.5), (9, -1.0)),
+    )
+    rows = [named if slot in (3, 7) else plain for slot in range(1, SLOTS)]
+    made = edits_for(rows, [[2, 5]] * len(rows), vocab)
+    every = made.tables._replace(grammars=tables)
+    recent = None if states is None else every.recent_SH[slots]
+    own, grammars = (part.to(device, copy=True) for part in every[:-1]), (part.to(device, copy=True) for part in tables)
+    moved = (None if part is None else part.to(device) for part in (recent, states))
+    return RowEdits(LogitEdits._make((*own, TokenTables(*grammars))), slots.to(device), *moved)
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_masks(vocab: int) -> None:
-    """Whole rows and shards, with logits that are unusable."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_slots", [True, False])
+def test_masks(vocab: int, dtype: torch.dtype, of_slots: bool) -> None:
+    """Whole rows and shards, with logits that are unusable; copies, and in place where no row has a bias."""
     tables, draw = tables_of(vocab)
     slots = torch.arange(ROWS) % SLOTS
-    states = tables.rows_S4[:, reference.STATE].index_select(0, slots)
+    states = None if of_slots else torch.randint(2, STATES, (ROWS,), generator=draw, dtype=torch.int32)
     kernels = triton_kernels()
     assert kernels is not None
     for start in (0, vocab // 3):
-        logits = torch.randn(ROWS, vocab - start, generator=draw)
+        logits = torch.randn(ROWS, vocab - start, generator=draw).to(dtype)
         logits[1, 5], logits[2, 3] = float("nan"), float("inf")
-        wanted = reference.mask_in_torch(logits, RowTables(tables, slots, states), start)
-        there = RowTables(moved(tables), slots.to(DEVICE), states.to(DEVICE))
-        got = kernels.mask_by_tables(logits.to(DEVICE, copy=True), there, start).cpu()
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-        assert wanted.isneginf().any(1).tolist() == [0 < slot < 7 for slot in slots.tolist()]
+        for in_place in (False, True):
+            here, there = (edits_of(tables, slots, states, device) for device in ("cpu", DEVICE))
+            if in_place:
+                for edits in (here, there):
+                    edits.tables.sizes_S3[:, logit_edits.BIASES] = 0
+            wanted = logit_edits.edit_logits_in_torch(logits, here, start)
+            given = logits.to(DEVICE, copy=True)
+            got = kernels.edit_logits(given, there, start, in_place=in_place)
+            assert (got is given) == in_place
+            torch.testing.assert_close(got.float().cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(given.cpu().nan_to_num(), logits.nan_to_num()) != in_place
+        assert wanted.isneginf().any(1).tolist() == [0 < slot < 8 for slot in slots.tolist()]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -86,16 +116,17 @@ def test_states_of_draft_tokens(vocab: int, width: int, tree: bool) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_states_after_samples(vocab: int) -> None:
+@pytest.mark.parametrize("width", [1, 4, 20])
+def test_states_and_newest_tokens_after_samples(vocab: int, width: int) -> None:
     tables, draw = tables_of(vocab)
     slots = torch.tensor([3, 0, 1, 8, 0, 6, 2])
-    tokens = torch.randint(0, vocab, (len(slots), 2), generator=draw)[:, 1]
-    gained = torch.tensor([True, False, True, True, False, True, False])
-    there = moved(tables)
+    tokens = torch.randint(0, vocab, (len(slots), width + 1), generator=draw)[:, 1:]
+    count = torch.tensor([width, 0, 1, 1, 0, width // 2, 0], dtype=torch.int32)
+    here, there = (edits_of(tables, slots, None, device).tables for device in ("cpu", DEVICE))
     kernels = triton_kernels()
     assert kernels is not None
-    kernels.advance_tables(there, slots.to(DEVICE), tokens.to(DEVICE), gained.to(DEVICE))
-    before = tables.rows_S4.clone()
-    reference.advance_in_torch(tables, slots, tokens, gained)
-    assert torch.equal(there.rows_S4.cpu(), tables.rows_S4)
-    assert not torch.equal(before, tables.rows_S4)
+    kernels.advance_edits(there, slots.to(DEVICE), tokens.to(DEVICE), count.to(DEVICE))
+    logit_edits.advance_in_torch(here, slots, tokens, count)
+    assert torch.equal(there.grammars.rows_S4.cpu(), here.grammars.rows_S4)
+    assert torch.equal(there.recent_SH.cpu(), here.recent_SH)
+    assert not torch.equal(tables.rows_S4, here.grammars.rows_S4)

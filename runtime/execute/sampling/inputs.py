@@ -27,7 +27,8 @@ class LogitsProcessor(Protocol):
     """What changes logits before a token is sampled, for the rows of one step (slots/feature.py)."""
 
     def apply(self, logits_BV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
-        """Changed float32 copy of float32 or bfloat16 logits, of the ids from ``vocab_start`` on. Graph-safe."""
+        """Float32 or bfloat16 logits of the ids from ``vocab_start`` on, changed: a float32 copy, or in place where
+        no step of ``variant`` reads the model's own. Graph-safe."""
         ...
 
 
@@ -73,7 +74,8 @@ class SamplingVariant:
     ``min_tokens``: stop ids masked under min_length. ``logprobs``: chosen token's log-probability and rank, and the
     ``top_logprobs`` most likely tokens (0..20). ``unbounded``: some row filters without a top_k of at most
     MOST_SHARED_TOP_K, so that ranks need whole rows of logits; without ranks to share them with it means nothing.
-    ``edits``: logits of tokens that a request names (logit_edits.py).
+    ``edits``: logits of tokens that a request names (logit_edits.py). ``biases``: some row adds to them, so that edits
+    make a float32 copy.
     """
 
     random: bool = False
@@ -84,6 +86,7 @@ class SamplingVariant:
     top_logprobs: int = 0
     unbounded: bool = False
     edits: bool = False
+    biases: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -105,6 +108,7 @@ class SamplingVariant:
                 top_logprobs=_room_for(p.logprobs or 0),
                 unbounded=p.filtered and not 0 < p.top_k <= MOST_SHARED_TOP_K,
                 edits=p.edits_logits,
+                biases=bool(p.logit_bias),
             )
         return features
 
@@ -144,10 +148,10 @@ class SamplingVariant:
 
 
 _numbers = attrgetter(*(f.name for f in fields(SamplingVariant)))
-EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True, edits=True)
+EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True, edits=True, biases=True)
 NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
     replace(EVERY_FEATURE, penalties=False),
-    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True, edits=True),
+    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True, edits=True, biases=True),
     SamplingVariant(random=True),
 )
 
@@ -164,7 +168,8 @@ KERNEL_VARIANTS = (
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, unbounded=True),
     SamplingVariant(logprobs=True),
     SamplingVariant(random=True, edits=True),
-    SamplingVariant(penalties=True, edits=True),
-    SamplingVariant(random=True, min_tokens=True, edits=True),
-    SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True),
+    SamplingVariant(random=True, edits=True, biases=True),
+    SamplingVariant(penalties=True, edits=True, biases=True),
+    SamplingVariant(random=True, min_tokens=True, edits=True, biases=True),
+    SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True, biases=True),
 )

@@ -15,14 +15,13 @@ from torch import Tensor
 class SamplingKernels(NamedTuple):
     """Entry points of {draw,shares,logprobs,logit_edits,rejection,token_tables}_triton.py."""
 
-    advance_tables: Callable[..., None]
+    advance_edits: Callable[..., None]
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     draw_guesses: Callable[..., tuple[Tensor, Tensor]]
     edit_logits: Callable[..., Tensor]
     filtered_candidates: Callable[..., tuple[Tensor, Tensor, Tensor]]
     local_share: Callable[..., Tensor]
-    mask_by_tables: Callable[..., Tensor]
     merge_shares: Callable[..., tuple[Tensor, Tensor]]
     shape_logits: Callable[..., Tensor]
     table_states: Callable[..., Tensor]
@@ -50,14 +49,13 @@ def triton_kernels() -> SamplingKernels | None:
     except ImportError:
         return None
     return SamplingKernels(
-        advance_tables=token_tables_triton.advance_tables,
+        advance_edits=logit_edits_triton.advance_edits,
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
         draw_guesses=rejection_triton.draw_guesses,
         edit_logits=logit_edits_triton.edit_logits,
         filtered_candidates=shares_triton.filtered_candidates,
         local_share=shares_triton.local_share,
-        mask_by_tables=token_tables_triton.mask_by_tables,
         merge_shares=shares_triton.merge_shares,
         shape_logits=logit_edits_triton.shape_logits,
         table_states=token_tables_triton.table_states,

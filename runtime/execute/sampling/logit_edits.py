@@ -5,8 +5,9 @@ added, then the last token of a bad word goes to -inf if the tokens before it we
 row has which slot, how arrays reach the device.
 
 The tables are written when a request that uses them is admitted, and once more when another one gets its slot. Only the
-device updates ``recent_SH``, so a steady step needs nothing from the host; but of a request with a grammar, which is a
-row when all its tokens have landed, the host writes ``allowed_SW`` before each step.
+device updates ``recent_SH`` and states of grammars' tables (token_tables.py), so a steady step needs nothing from the
+host; but of a request whose grammar has no table, which is a row when all its tokens have landed, the host writes
+``allowed_SW`` before each step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
+from runtime.execute.sampling.token_tables import (
+    TablePlaces,
+    TokenTables,
+    advance_states_in_torch,
+    barred_in_torch,
+    load_tables,
+    table_states,
+)
 from runtime.execute.slots.feature import RowView, SlotFeature
 from runtime.grammar import Matcher
 from runtime.schedule.plan import Constrained, SlotWrite
@@ -42,7 +51,7 @@ class LogitEdits(NamedTuple):
     left over from others. ``bias_ids_SK`` int32 and ``biases_SK`` float32: different ids. ``bad_SMP`` int32: token ids
     of bad words, right-aligned, NO_ID before them. ``allowed_SW`` int32: bit i % 32 of word i / 32 is set where id i is
     allowed.
-    ``recent_SH`` int32: the newest generated tokens, the newest last, NO_ID before the first.
+    ``recent_SH`` int32: the newest generated tokens, the newest last, NO_ID before the first. ``grammars``: tables.
     """
 
     sizes_S3: Tensor
@@ -51,18 +60,21 @@ class LogitEdits(NamedTuple):
     bad_SMP: Tensor
     allowed_SW: Tensor
     recent_SH: Tensor
+    grammars: TokenTables
 
 
 class RowEdits(NamedTuple):
-    """What applies to R rows of logits: the tables, each row's slot (int64 [R]), and what was generated before its
-    token (int32 [R, HISTORY], as ``recent_SH``)."""
+    """What applies to R rows of logits: the tables, each row's slot (int64 [R]), what was generated before its token
+    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R]); None: what the slot has."""
 
     tables: LogitEdits
     slots_R: Tensor
-    recent_RH: Tensor
+    recent_RH: Tensor | None = None
+    states_R: Tensor | None = None
 
     def apply(self, logits_RV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
-        return edit_logits(logits_RV, self, vocab_start)
+        """In place where nothing is added to logits, whose dtype holds -inf, and nothing reports them."""
+        return edit_logits(logits_RV, self, vocab_start, in_place=not (variant.biases or variant.logprobs))
 
 
 class EditFeature(SlotFeature[LogitEdits]):
@@ -74,6 +86,7 @@ class EditFeature(SlotFeature[LogitEdits]):
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
         super().__init__(device, slots, vocab_size)
         self.edited: set[int] = set()
+        self.places = TablePlaces(vocab_size)
         self.matchers: dict[int, Matcher] = {}
 
     def make(self, slots: int) -> LogitEdits:
@@ -85,13 +98,15 @@ class EditFeature(SlotFeature[LogitEdits]):
             zeros(slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, dtype=int32),
             zeros(slots, mask_words(self.vocab_size), dtype=int32),
             zeros(slots, HISTORY, dtype=int32),
+            self.places.make(self.device, slots, 0 if self.grammars is None else self.grammars.places),
         )
 
     def write(self, writes: Sequence[SlotWrite]) -> dict[str, npt.NDArray[Any]]:
         """Of slots that edit logits, or did before: only as much as there is."""
+        untabled = self.places.write(writes)
         writes = [write for write in writes if write.sampling.edits_logits or write.slot in self.edited]
         if not writes:
-            return {}
+            return untabled
         self.edited.difference_update(write.slot for write in writes)
         self.edited.update(write.slot for write in writes if write.sampling.edits_logits)
         each = [(write.slot, write.sampling) for write in writes]
@@ -127,13 +142,16 @@ class EditFeature(SlotFeature[LogitEdits]):
                 bits_V[allowed] = True
             staged["masked_M"] = np.array([slot for slot, _ in by_ids])
             staged["allowed_MW"] = np.packbits(bits_MV, axis=1, bitorder="little").view(np.int32)
-        return staged
+        return staged | untabled
 
     def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[Any]]:
-        tabled = [row.slot for row in rows if row.place is not None]
-        for slot in tabled:
-            self.matchers.pop(slot, None)
-        staged: dict[str, npt.NDArray[Any]] = {"unmasked_T": np.array(tabled)} if tabled else {}
+        staged: dict[str, npt.NDArray[Any]] = {}
+        tabled = [row for row in rows if row.place is not None]
+        if tabled and self.grammars is not None:
+            for row in tabled:
+                self.matchers.pop(row.slot, None)
+            staged = self.places.constrain(tabled, self.grammars.tables, self.need().grammars.pool_PE.shape[1])
+            staged["unmasked_T"] = np.array([row.slot for row in tabled])
         rows = [row for row in rows if row.place is None]
         if not rows:
             return staged
@@ -161,6 +179,7 @@ class EditFeature(SlotFeature[LogitEdits]):
                 table.index_copy_(0, staged[index], staged[values])
         if "unmasked_T" in staged:
             tables.sizes_S3[:, MASKED].index_fill_(0, staged["unmasked_T"], 0)
+        load_tables(tables.grammars, staged)
 
     def processor(self, view: RowView) -> RowEdits:
         return edits_of(self.need(), view)
@@ -170,8 +189,9 @@ class EditFeature(SlotFeature[LogitEdits]):
         masked_B = self.need().sizes_S3[:, MASKED].index_select(0, view.slots_B)
         return torch.where(masked_B == BY_GRAMMAR, 1, view.width).to(torch.int32)
 
-    def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
-        remember_(self.need(), slots_B, tokens_B, gained_B)
+    def advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
+        kernels = kernels_for(tokens_BW)
+        (advance_in_torch if kernels is None else kernels.advance_edits)(self.need(), slots_B, tokens_BW, count_B)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -182,9 +202,10 @@ def mask_words(vocab_size: int) -> int:
 def edits_of(tables: LogitEdits, view: RowView) -> RowEdits:
     """Of each sample, B * W rows: it comes after the draft tokens before it, or the nodes above it and its own."""
     slots_B, tokens_BW, tree, _ = view
-    (count, width), recent_BH = tokens_BW.shape, tables.recent_SH.index_select(0, slots_B)
+    count, width = tokens_BW.shape
     if width == 1:
-        return RowEdits(tables, slots_B, recent_BH)
+        return RowEdits(tables, slots_B)
+    recent_BH, states_R = tables.recent_SH.index_select(0, slots_B), table_states(tables.grammars, view).view(-1)
     if tree is None:
         recent_BWH = torch.cat((recent_BH, tokens_BW[:, 1:].to(torch.int32)), dim=1).unfold(1, HISTORY, 1)
     else:
@@ -194,27 +215,33 @@ def edits_of(tables: LogitEdits, view: RowView) -> RowEdits:
             found_BN = torch.where(tree.depth_BN > age, tokens_BW.gather(1, node_BN), recent_BH.gather(1, older_BN))
             newest_first.append(found_BN.to(torch.int32))
         recent_BWH = torch.stack(newest_first[::-1], 2)
-    return RowEdits(tables, slots_B.repeat_interleave(width), recent_BWH.reshape(count * width, HISTORY))
+    recent_RH = recent_BWH.reshape(count * width, HISTORY)
+    return RowEdits(tables, slots_B.repeat_interleave(width), recent_RH, states_R)
 
 
-def remember_(tables: LogitEdits, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
-    """Move the newest tokens on by one drawn token a row (int64), where ``gained_B`` (bool); only slot 0 may repeat."""
-    recent_BH = tables.recent_SH.index_select(0, slots_B)
-    moved_BH = torch.cat((recent_BH[:, 1:], tokens_B[:, None].to(torch.int32)), dim=1)
-    tables.recent_SH.index_copy_(0, slots_B, torch.where(gained_B[:, None], moved_BH, recent_BH))
+def advance_in_torch(tables: LogitEdits, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
+    """Newest tokens and states after the first ``count_B`` of ``tokens_BW`` (int64); only slot 0 may repeat. On CUDA
+    one launch."""
+    known_BX = torch.cat((tables.recent_SH.index_select(0, slots_B), tokens_BW.to(torch.int32)), dim=1)
+    newest_BH = count_B.to(torch.int64)[:, None] + torch.arange(HISTORY, device=known_BX.device)
+    tables.recent_SH.index_copy_(0, slots_B, known_BX.gather(1, newest_BH))
+    advance_states_in_torch(tables.grammars, slots_B, tokens_BW, count_B)
 
 
-def edit_logits(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Tensor:
+def edit_logits(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0, *, in_place: bool = False) -> Tensor:
     """Edited float32 copy of the logits of ids from ``vocab_start`` on; NaN and +inf still show as NaN.
 
-    Rows whose slot edits nothing come out as they went in.
+    Rows whose slot edits nothing come out as they went in. ``in_place``: no row has biases, and the logits may be
+    edited where they are, in their own dtype.
     """
     kernels = kernels_for(logits_RV)
-    return (edit_logits_in_torch if kernels is None else kernels.edit_logits)(logits_RV, edits, vocab_start)
+    if kernels is None:
+        return edit_logits_in_torch(logits_RV, edits, vocab_start)
+    return kernels.edit_logits(logits_RV, edits, vocab_start, in_place=in_place)
 
 
 def edit_logits_in_torch(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 0) -> Tensor:
-    """The reference of ``edit_logits``; on CUDA it is one launch."""
+    """The reference of ``edit_logits``, always a copy; on CUDA it is one launch."""
     tables, slots_R = edits.tables, edits.slots_R
     vocab = logits_RV.shape[1]
     edited_RV = logits_RV.to(torch.float32)
@@ -222,6 +249,7 @@ def edit_logits_in_torch(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 
     ids_V = torch.arange(vocab_start, vocab_start + vocab, device=logits_RV.device)
     words_RV = tables.allowed_SW.index_select(0, slots_R).index_select(1, ids_V // WORD_BITS)
     barred_RV = (sizes_R3[:, MASKED, None] > 0) & ((words_RV >> (ids_V % WORD_BITS)) & 1 == 0)
+    barred_RV |= barred_in_torch(tables.grammars, slots_R, edits.states_R, ids_V)
     edited_RV = torch.where(barred_RV, edited_RV + float("-inf"), edited_RV)
     edited_RX = torch.nn.functional.pad(edited_RV, (0, 1))  # a last column for what is not to be written
     ids_RK = tables.bias_ids_SK.index_select(0, slots_R)
@@ -230,7 +258,8 @@ def edit_logits_in_torch(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 
     edited_RX = edited_RX.scatter_add(1, _columns(ids_RK, used_RK, vocab_start, vocab), biases_RK)
     bad_RMP = tables.bad_SMP.index_select(0, slots_R)
     before_RMH = bad_RMP[:, :, :-1]
-    follows_RM = ((before_RMH == edits.recent_RH[:, None]) | (before_RMH == NO_ID)).all(dim=2)
+    recent_RH = tables.recent_SH.index_select(0, slots_R) if edits.recent_RH is None else edits.recent_RH
+    follows_RM = ((before_RMH == recent_RH[:, None]) | (before_RMH == NO_ID)).all(dim=2)
     used_RM = torch.arange(MAX_BAD_WORDS, device=ids_RK.device) < sizes_R3[:, BAD_WORDS, None]
     columns_RM = _columns(bad_RMP[:, :, -1], used_RM & follows_RM, vocab_start, vocab)
     bans_RM = torch.full(columns_RM.shape, float("-inf"), device=edited_RX.device)

@@ -74,8 +74,9 @@ class PenaltyFeature(SlotFeature[SeenTokens]):
     def processor(self, view: RowView) -> SeenTokens:
         return seen_before(self.need().select(view.slots_B), view)
 
-    def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
-        count_tokens_(self.need(), slots_B, tokens_B, gained_B)
+    def advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
+        for index in range(tokens_BW.shape[1]):  # in order: a token may repeat
+            count_tokens_(self.need(), slots_B, tokens_BW[:, index], count_B > index)
 
 
 def _to_count(write: SlotWrite) -> npt.NDArray[np.int64]:

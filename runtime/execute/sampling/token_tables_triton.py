@@ -1,6 +1,7 @@
-"""Tables of grammars in Triton: masks, states of draft tokens, states after samples; a launch each.
+"""Tables of grammars in Triton: how kernels read them, and the states of draft tokens in one launch.
 
-Knows: the arithmetic of token_tables.py, which holds the torch references. Does not know: which requests have a table.
+Knows: the arithmetic of token_tables.py, which holds the torch references. Does not know: which requests have a table;
+masks and states after samples, which logit_edits_triton.py makes with all other edits.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -14,39 +15,21 @@ from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER
 from runtime.execute.slots.feature import RowView
-from runtime.grammar_tables.token_table import SINK, START
-
-_BLOCK = 8192
+from runtime.grammar_tables.token_table import START
 
 
 @triton.jit
-def _table_of(rows_ptr, slot):
+def table_of(rows_ptr, slot):
+    """Where a slot's classes and next states begin in the pool, and how many classes there are; 0: no table."""
     begin, following = tl.load(rows_ptr + slot * 4), tl.load(rows_ptr + slot * 4 + 1)
     return begin, following, tl.load(rows_ptr + slot * 4 + 2)
 
 
 @triton.jit
-def _after(pool_ptr, begin, following, classes, state, token):
+def state_after(pool_ptr, begin, following, classes, state, token):
+    """After one more token, int32; one that does not exist counts as the first."""
     of = tl.load(pool_ptr + begin + tl.maximum(token, 0)).to(tl.int32)
     return tl.load(pool_ptr + following + state * classes + of).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
-def _mask_kernel(
-    logits_ptr, pool_ptr, rows_ptr, slots_ptr, states_ptr, logits_stride, vocab, vocab_start,
-    NOTHING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    begin, following, classes = _table_of(rows_ptr, tl.load(slots_ptr + row))
-    if classes > 0:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < vocab
-        state = tl.load(states_ptr + row)
-        of = tl.load(pool_ptr + begin + vocab_start + column, mask=inside, other=0).to(tl.int32)
-        after = tl.load(pool_ptr + following + state * classes + of, mask=inside, other=0)
-        place = logits_ptr + row * logits_stride + column
-        barred = inside & (after == NOTHING)
-        tl.store(place, tl.load(place, mask=barred, other=0.0) + float("-inf"), mask=barred)
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
@@ -56,7 +39,7 @@ def _states_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    begin, following, classes = _table_of(rows_ptr, slot)
+    begin, following, classes = table_of(rows_ptr, slot)
     state = tl.load(rows_ptr + slot * 4 + 3)
     states_ptr += row * WIDTH
     tl.store(states_ptr, state)
@@ -66,34 +49,10 @@ def _states_kernel(
             state = tl.load(states_ptr + tl.load(parents_ptr + row * WIDTH + node))
         if classes > 0:
             token = tl.load(tokens_ptr + row * tokens_stride + node)
-            state = tl.maximum(_after(pool_ptr, begin, following, classes, state, token), FIRST)
+            state = tl.maximum(state_after(pool_ptr, begin, following, classes, state, token), FIRST)
         else:
             state = state * 0  # int32, as in the other branch
         tl.store(states_ptr + node, state)
-
-
-@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
-def _advance_kernel(pool_ptr, rows_ptr, slots_ptr, tokens_ptr, gained_ptr, tokens_stride):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    begin, following, classes = _table_of(rows_ptr, slot)
-    if (classes > 0) & (tl.load(gained_ptr + row) != 0):
-        state = tl.load(rows_ptr + slot * 4 + 3)
-        token = tl.load(tokens_ptr + row * tokens_stride)
-        tl.store(rows_ptr + slot * 4 + 3, _after(pool_ptr, begin, following, classes, state, token))
-
-
-def mask_by_tables(logits_RV: Tensor, rows: tuple[tuple[Tensor, Tensor], Tensor, Tensor], vocab_start: int) -> Tensor:
-    """In place, of float32 logits. ``rows``: RowTables of token_tables.py."""
-    (pool_PE, rows_S4), slots_R, states_R = rows
-    if logits_RV.dtype != torch.float32 or logits_RV.stride(1) != 1:
-        raise ValueError(f"logits are {logits_RV.dtype} with strides {logits_RV.stride()}: edit them first")
-    count, vocab = logits_RV.shape
-    _mask_kernel[(count, triton.cdiv(vocab, _BLOCK))](
-        logits_RV, pool_PE, rows_S4, slots_R, states_R, logits_RV.stride(0), vocab, vocab_start,
-        NOTHING=SINK, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
-    return logits_RV
 
 
 def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
@@ -106,8 +65,3 @@ def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
         WIDTH=tokens_BW.shape[1], TREE=view.tree is not None, FIRST=START, num_warps=1,
     )  # fmt: skip
     return states_BW
-
-
-def advance_tables(tables: tuple[Tensor, Tensor], slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
-    pool_PE, rows_S4 = tables
-    _advance_kernel[(len(slots_B),)](pool_PE, rows_S4, slots_B, tokens_B, gained_B, tokens_B.stride(0), num_warps=1)

@@ -90,5 +90,5 @@ class SlotFeature(Generic[T]):
         ``logits_TV``: the model's, of the whole vocabulary. SamplingVariant.reported counts the words."""
         return ()
 
-    def advance(self, slots_B: Tensor, tokens_B: Tensor, gained_B: Tensor) -> None:
-        """Update ``tables`` with one token a row (int64), where ``gained_B`` (bool). Only slot 0 repeats."""
+    def advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
+        """Update ``tables`` with the first ``count_B`` (int32) of ``tokens_BW`` (int64). Only slot 0 repeats."""

@@ -10,12 +10,10 @@ from typing import Any, Final
 from runtime.execute.sampling.logit_edits import EditFeature
 from runtime.execute.sampling.logprobs import LogprobFeature
 from runtime.execute.sampling.penalties import PenaltyFeature
-from runtime.execute.sampling.token_tables import TokenTableFeature
 from runtime.execute.slots.feature import SlotFeature
 
 FEATURES: Final[tuple[type[SlotFeature[Any]], ...]] = (
     EditFeature,  # before penalties, as in vLLM
-    TokenTableFeature,  # changes what the edits made
     PenaltyFeature,
     LogprobFeature,
 )

@@ -47,11 +47,9 @@ class Tail:
         draw, verdict, reported = self._draw(self._model.logits(hidden_TN), rows.sampling, variant, view, rows.drafted)
         committed = commit(self._tables, self._ring, rows, draw, verdict, width, reported)
         accepted = committed.accepted
-        with_state = [feature for feature in self._tables.features_of(variant) if feature.tables]
-        for index in range(width if with_state else 0):  # in order: a token may repeat
-            gained_B = accepted.count_B > index
-            for feature in with_state:
-                feature.advance(rows.rows_B, accepted.tokens_BW[:, index], gained_B)
+        for feature in self._tables.features_of(variant):
+            if feature.tables:
+                feature.advance(rows.rows_B, accepted.tokens_BW, accepted.count_B)
         return committed
 
     def _limited(self, rows: Rows, view: RowView, variant: SamplingVariant) -> Rows:

@@ -45,11 +45,14 @@ from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_exchange import ROW_BYTES, limits_of
 from parallel.layers.weight import Weight, WeightFormat, fp8, int4, mxfp4, nvfp4
 from runtime.execute.cache.block_copy_triton import copy_blocks, move_entries
-from runtime.execute.sampling import draft_tree_triton, rejection_triton, token_tables_triton
+from runtime.execute.sampling import draft_tree_triton, logit_edits_triton, rejection_triton, token_tables_triton
 from runtime.execute.sampling.draft_tree import DraftTree
+from runtime.execute.sampling.logit_edits import HISTORY, LogitEdits, RowEdits
+from runtime.execute.sampling.token_tables import TokenTables
 from runtime.execute.slots.feature import RowView
 from runtime.execute.step import step_io_triton, window_io_triton
 from runtime.execute.step.packed_step import shorter_prefills
+from runtime.schedule.request import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from runtime.speculate import draft_triton
 from runtime.speculate.tree_triton import grow_trees
 from tests.gpu.expert_cases import share_of
@@ -226,22 +229,27 @@ def drawn_guesses(driver: CompilingDriver) -> None:
 
 
 def grammar_tables(driver: CompilingDriver) -> None:
-    """Rows with tables of grammars: a token a row, windows and trees of 8."""
+    """Edits of rows, with tables of grammars: a token a row, windows and trees of 8; copies and in place."""
     driver.where = "grammar tables"
 
-    def made(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=META)
 
-    batch, vocab = 8, 151936
-    tables = made(16, 1 << 20, dtype=torch.int16), made(batch + 1, 4, dtype=torch.int32)
-    tree = DraftTree(made(batch, 8), made(batch, 8), made(batch, 8, dtype=torch.int32))
+    batch, vocab, slots = 8, 151936, 9
+    grammars = TokenTables(made(16, 1 << 20, dtype=torch.int16), made(slots, 4))
+    own = made(slots, 3), made(slots, MAX_LOGIT_BIAS), made(slots, MAX_LOGIT_BIAS, dtype=torch.float32)
+    bad, allowed, recent = made(slots, MAX_BAD_WORDS, HISTORY + 1), made(slots, vocab // 32), made(slots, HISTORY)
+    tables = LogitEdits(*own, bad, allowed, recent, grammars)
+    tree = DraftTree(made(batch, 8, dtype=torch.int64), made(batch, 8, dtype=torch.int64), made(batch, 8))
     for width, nodes in ((1, None), (8, None), (8, tree)):
         rows = batch * width
-        token_tables_triton.mask_by_tables(
-            made(rows, vocab, dtype=torch.float32), (tables, made(rows), made(rows, dtype=torch.int32)), 0
-        )
-        token_tables_triton.table_states(tables, RowView(made(batch), made(batch, width), nodes))
-    token_tables_triton.advance_tables(tables, made(batch), made(batch), made(batch, dtype=torch.bool))
+        of_rows = (None, None) if width == 1 else (made(rows, HISTORY), made(rows))
+        edits = RowEdits(tables, made(rows, dtype=torch.int64), *of_rows)
+        for in_place in (False, True):
+            logit_edits_triton.edit_logits(made(rows, vocab, dtype=torch.bfloat16), edits, in_place=in_place)
+        slots_B, tokens_BW = made(batch, dtype=torch.int64), made(batch, width, dtype=torch.int64)
+        token_tables_triton.table_states(grammars, RowView(slots_B, tokens_BW, nodes))
+        logit_edits_triton.advance_edits(tables, slots_B, tokens_BW, made(batch))
 
 
 def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:

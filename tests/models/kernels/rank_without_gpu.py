@@ -36,7 +36,7 @@ from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS
 from runtime.execute.cache.pool import CachePool
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler
+from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler, token_tables
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.logprobs import StepPromptLogprobs, score_words
@@ -57,7 +57,7 @@ PAGE = DEVICE_DEFAULTS["block_size"]["cuda"]
 MOST_PREFILL = DEVICE_DEFAULTS["max_prefill_tokens"]["cuda"]
 GREEDY = SamplingVariant()
 BOUNDED = SamplingVariant(random=True, filters=True)  # ranks exchange candidates
-EDITED = SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True)
+EDITED = SamplingVariant(random=True, penalties=True, min_tokens=True, edits=True, biases=True)
 _ALL = SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True)
 SAMPLING = (
     SamplingVariant(random=True),
@@ -67,6 +67,7 @@ SAMPLING = (
     SamplingVariant(min_tokens=True),
     EDITED,
     dataclasses.replace(EDITED, penalties=False, min_tokens=False),
+    SamplingVariant(random=True, edits=True),
     _ALL,
     dataclasses.replace(_ALL, unbounded=True),
     *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
@@ -80,7 +81,7 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties)
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties, token_tables)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None

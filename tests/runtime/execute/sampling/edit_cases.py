@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from runtime.execute.sampling.logit_edits import HISTORY, LogitEdits, RowEdits
+from runtime.execute.sampling.token_tables import TokenTables
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
@@ -61,5 +62,7 @@ def edits_for(
         newest = list(output)[-HISTORY:]
         if newest:
             recent[slot, -len(newest) :] = torch.tensor(newest, dtype=torch.int32)
-    tables = LogitEdits(*(t.to(device) for t in (sizes, bias_ids, biases, bad, allowed, recent)))
-    return RowEdits(tables, torch.arange(1, slots, device=device), tables.recent_SH[1:])
+    none = TokenTables(torch.zeros(1, vocab, dtype=torch.int16), torch.zeros(slots, 4, dtype=torch.int32))
+    own = (part.to(device) for part in (sizes, bias_ids, biases, bad, allowed, recent))
+    tables = LogitEdits._make((*own, TokenTables(*(part.to(device) for part in none))))
+    return RowEdits(tables, torch.arange(1, slots, device=device))

@@ -170,7 +170,8 @@ def test_requests_that_name_no_tokens_and_steady_steps_stage_nothing_for_it(devi
 
 
 def _moved_on(tables: SlotTables, slots: Sequence[int], tokens: Sequence[int], gained: Sequence[bool]) -> None:
-    _edits(tables).advance(torch.tensor(slots), torch.tensor(tokens), torch.tensor(gained))
+    count = torch.tensor(gained, dtype=torch.int32)
+    _edits(tables).advance(torch.tensor(slots), torch.tensor(tokens)[:, None], count)
 
 
 def test_the_newest_tokens_move_on_with_rows_that_gain_one(device: TwinDevice) -> None:
@@ -199,10 +200,23 @@ def test_a_window_sees_what_single_steps_see(device: TwinDevice) -> None:
     window = edits_of(_edits(tables).need(), RowView(slots, tokens, width=5))
     assert window.slots_R.tolist() == [slot for slot in (3, 1, 0) for _ in range(5)]
     for index in range(5):
-        single = _now(tables, slots)
-        assert torch.equal(window.recent_RH.view(3, 5, HISTORY)[:, index], single.recent_RH)
+        assert window.recent_RH is not None
+        assert torch.equal(window.recent_RH.view(3, 5, HISTORY)[:, index], _edits(tables).need().recent_SH[slots])
         if index < 4:
             _moved_on(tables, slots.tolist(), proposals[:, index].tolist(), [True] * 3)
+
+
+def test_a_step_moves_on_by_as_many_tokens_as_a_row_appends(device: TwinDevice) -> None:
+    rng = np.random.default_rng(7)
+    before = torch.from_numpy(rng.integers(0, VOCAB, (5, HISTORY)))
+    slots, count = torch.tensor([3, 1, 4, 0, 0]), torch.tensor([2, 20, 0, 0, 0], dtype=torch.int32)
+    tokens = torch.from_numpy(rng.integers(0, VOCAB, (5, 20)))
+    tables = SlotTables(device, max_requests=4, max_blocks=4, vocab_size=VOCAB)
+    recent_SH = _edits(tables).need().recent_SH
+    recent_SH.copy_(before)
+    _edits(tables).advance(slots, tokens, count)
+    wanted = {int(s): [*before[s].tolist(), *tokens[i, : count[i]].tolist()][-HISTORY:] for i, s in enumerate(slots)}
+    assert {slot: recent_SH[slot].tolist() for slot in wanted} == wanted
 
 
 def test_the_longest_bad_word_needs_all_its_tokens() -> None:
