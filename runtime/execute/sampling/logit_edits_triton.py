@@ -154,12 +154,12 @@ def _edit_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _advance_kernel(
-    recent_ptr, pool_ptr, rows_ptr, slots_ptr, tokens_ptr, counts_ptr, tokens_stride,
+    recent_ptr, pool_ptr, rows_ptr, slots_ptr, tokens_ptr, count_ptr, tokens_stride,
     HISTORY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    count = tl.load(counts_ptr + row)
+    count = tl.load(count_ptr + row)
     tokens_ptr += row * tokens_stride
     if count > 0:
         place = tl.arange(0, PLACES)

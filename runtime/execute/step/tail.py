@@ -46,11 +46,13 @@ class Tail:
             rows = self._limited(rows, view, variant)
         draw, verdict, reported = self._draw(self._model.logits(hidden_TN), rows.sampling, variant, view, rows.drafted)
         committed = commit(self._tables, self._ring, rows, draw, verdict, width, reported)
-        accepted = committed.accepted
+        self._advance(rows.rows_B, committed.accepted.tokens_BW, committed.accepted.count_B, variant)
+        return committed
+
+    def _advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor, variant: SamplingVariant) -> None:
         for feature in self._tables.features_of(variant):
             if feature.tables:
-                feature.advance(rows.rows_B, accepted.tokens_BW, accepted.count_B)
-        return committed
+                feature.advance(slots_B, tokens_BW, count_B)
 
     def _limited(self, rows: Rows, view: RowView, variant: SamplingVariant) -> Rows:
         """With fewer tokens for some rows to append: of those, none is a draft token that was not compared."""
@@ -72,6 +74,7 @@ class Tail:
         sampling, view = tables.gather(padding_B).sampling(), RowView(padding_B, padding_B[:, None])
         with tables.trial(slots=PADDING_SLOT + 1):
             self._draw(model.logits(hidden_BN), sampling, variant, view)
+            self._advance(padding_B, padding_B[:, None], torch.zeros_like(padding_B, dtype=torch.int32), variant)
 
     def _draw(
         self, local_TV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, view: RowView,
