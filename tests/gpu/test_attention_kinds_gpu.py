@@ -51,6 +51,7 @@ SHAPES = {
     "gemma 3 1b": (4, 1, 256, 512, None, False),
     "capped": (8, 4, 256, 4096, 50.0, False),
 }
+OF_512 = {"gemma 4, 512 dims": MODELS["gemma 4"] | {"global_head_dim": 512}}
 EACH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
@@ -168,7 +169,9 @@ def gpu_rig(model: str, *, deterministic: bool, dtype: torch.dtype, **limits: An
     if "blocks" in limits:  # same_bits.py counts in blocks of 8 tokens
         limits["blocks"] //= 2
     made = select_kernels(device.torch_device, dtype, 128, "triton", deterministic=deterministic)
-    return rig(device=device, kernels=made, shape=SHAPE | MODELS[model], dtype=dtype, block_size=16, **limits)
+    return rig(
+        device=device, kernels=made, shape=SHAPE | (MODELS | OF_512)[model], dtype=dtype, block_size=16, **limits
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 700])
@@ -189,7 +192,7 @@ def test_experts_with_biases(kernels: Nvidia, exact: InvariantNvidia, tokens: in
     assert not kernels.stood_in, "a kernel refused what it should take"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS | OF_512)
 def test_engines_of_the_deterministic_mode(model: str) -> None:
     """Chunks, prefix hits and evictions change no bit of an answer."""
     over = partial(gpu_rig, model, deterministic=True, dtype=BF16)

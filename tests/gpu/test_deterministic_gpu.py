@@ -98,7 +98,7 @@ def test_products(kernels: InvariantNvidia, outputs: int, inner: int, gate_up: b
     assert not kernels.counters.any()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (16, 16, 64)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 4, 128), (16, 16, 64), (16, 2, 512)], ids=str)
 def test_attention(kernels: InvariantNvidia, heads: int, kv_heads: int, dim: int) -> None:
     """A row's queries in one prefill, in chunks beside others, in decode steps of 1 to 256 rows, and in windows."""
     length, page, scale = 1700, 64, dim**-0.5

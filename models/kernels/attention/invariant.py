@@ -333,8 +333,11 @@ def _invariant_decode_kernel(
 
 def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
     """Of both kernels, or queries would meet other instructions in decode than in prefill. None spills on an H200: two
-    sets of sums, of this chunk and of those before, leave no registers for blocks of 64 keys.
+    sets of sums, of this chunk and of those before, leave no registers for blocks of 64 keys, with heads of 512 dims
+    also not for 64 queries.
     """
+    if head_dim > 256:
+        return Blocks(16, 16, 1, 8) if dtype == torch.float32 else Blocks(32, 16, 2, 8)
     if dtype == torch.float32:  # no tensor cores: the operands of tl.dot stay in registers
         return Blocks(32, 32, 3, 4) if head_dim <= 128 else Blocks(16, 32, 2, 8)
     return Blocks(64, 32, 5, 4) if head_dim <= 128 else Blocks(64, 32, 3, 8)
@@ -342,7 +345,7 @@ def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
 
 def supports(head_dim: int) -> bool:
     """Whether both kernels take heads of this size."""
-    return padded_dim(head_dim) <= 256
+    return padded_dim(head_dim) <= 512
 
 
 def tokens_of_a_tile(heads: int, kv_layer: Tensor) -> int:

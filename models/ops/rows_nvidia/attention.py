@@ -340,7 +340,7 @@ def _with_a_kernel(kv_layer: Tensor) -> Tensor:
     """``kv_layer``. Raises RuntimeError for heads that no kernel of the deterministic mode takes."""
     if not invariant.supports(kv_layer.shape[-1]):
         raise RuntimeError(
-            f"attention with heads of {kv_layer.shape[-1]} dims has no batch-invariant kernel (256 at most)"
+            f"attention with heads of {kv_layer.shape[-1]} dims has no batch-invariant kernel (512 at most)"
         )
     return kv_layer
 

@@ -618,13 +618,14 @@ def prefill_attention(driver: CompilingDriver, dtype: torch.dtype, *shapes: tupl
 
 def kinds(driver: CompilingDriver) -> None:
     """Windows, sinks and soft caps at the heads of gpt-oss, Gemma 3 27B and Gemma 3 1B: decode by every split and over
-    a list, draft windows, prompts, and the deterministic mode."""
+    a list, draft windows, prompts, and the deterministic mode, that also at the full layers of Gemma 4."""
     driver.package = "models.kernels.attention."
     fast, same = nvidia_kernels(META, prefill="triton"), invariant_nvidia_kernels(META)
     for heads, kv_heads, dim, kind in (
         (64, 8, 64, AttentionKind(128, None, torch.empty(64, device=META))),
         (32, 16, 128, AttentionKind(1024, 50.0)),
         (4, 1, 256, AttentionKind(512)),
+        (16, 2, 512, AttentionKind()),
     ):
         kv = empty_kv_layer(9, 64, kv_heads, dim, torch.bfloat16, "meta")
         made = partial(torch.empty, dtype=torch.bfloat16, device=META)
@@ -633,7 +634,8 @@ def kinds(driver: CompilingDriver) -> None:
             whole = partial(torch.empty, dtype=torch.int32, device=META)
             inputs = DecodeAttention(whole(rows, 641), whole(rows), new, 40960)
             q = made(rows * new, heads, dim)
-            fast.decode_attention(q, kv, fast.plan_decode(inputs, heads, kv, kind), 0.1, kind=kind)
+            if dim <= 256:
+                fast.decode_attention(q, kv, fast.plan_decode(inputs, heads, kv, kind), 0.1, kind=kind)
             same.decode_attention(q, kv, inputs, 0.1, kind=kind)
         driver.where = f"{heads} heads of {dim}, prompts"
         for kernels in (fast, same):

@@ -76,14 +76,15 @@ def test_tiles_of_deterministic_products_fit() -> None:
     assert tile_for(8192, 4, BF16, SMALL) == Tile(128, 128, 64, 3, 8)
 
 
-def test_prefill_attention_of_wide_heads_has_blocks_of_half_the_keys() -> None:
+def test_prefill_attention_of_wide_heads_has_smaller_blocks() -> None:
     pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
     from models.kernels.attention.prefill import Blocks, blocks_for
 
     assert blocks_for(BF16, 256, SMALL) == Blocks(64, 32, 2, 8)
     for large in LARGE:
         assert blocks_for(BF16, 256, large) == Blocks(64, 64, 2, 8)
-    for dtype, head_dim in ((BF16, 128), (BF16, 512), (torch.float32, 128), (torch.float32, 256)):
+    assert [blocks_for(BF16, 512, shared).m for shared in (SMALL, *LARGE)] == [32, 32, 64]
+    for dtype, head_dim in ((BF16, 128), (torch.float32, 128), (torch.float32, 256)):
         assert len({blocks_for(dtype, head_dim, shared) for shared in (SMALL, *LARGE)}) == 1
 
 
