@@ -17,9 +17,9 @@ import pytest
 def covering(*axes: Sequence[Any], at_once: int = 2, turned: int = 0) -> list[Any]:
     """All combinations of ``axes``, most of them marked ``long``.
 
-    Those that are not have, for any ``at_once`` axes, every combination of their values: with 1 every value, with 2
-    every pair; where there is a choice, values that few others have. Which ones is the same in every run; another
-    ``turned`` may give others.
+    Those that are not have, for any ``at_once`` axes, every combination of their values: with 0 one case is left, with
+    1 every value, with 2 every pair; where there is a choice, values that few others have. Which ones is the same in
+    every run; another ``turned`` may give others.
     """
     cases = [*product(*(range(len(axis)) for axis in axes))]
     cases = cases[turned % len(cases) :] + cases[: turned % len(cases)]

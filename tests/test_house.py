@@ -135,11 +135,18 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """As ast.walk, once a tree, for every rule reads all of it; without what no rule asks for."""
+    return [node for node in ast.walk(tree) if not isinstance(node, ast.expr_context | ast.operator | ast.cmpop)]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_trees_are_left() -> Iterator[None]:
     """They are nearly two million objects, which each full collection of a later test would look at: two seconds."""
     yield
     parsed.cache_clear()
+    walk.cache_clear()
 
 
 def dotted(node: ast.expr) -> str:
@@ -154,7 +161,7 @@ def dotted(node: ast.expr) -> str:
 def imports_of(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import in the file, wherever it stands; relative and dynamic ones resolved."""
     package = path.split("/")[:-1]
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -204,7 +211,7 @@ def counted_multiprocessors(files: dict[str, ast.Module]) -> set[str]:
         path
         for path, tree in files.items()
         if path.split("/")[0] in LAYERS
-        and any(isinstance(node, ast.Constant) and node.value == 132 for node in ast.walk(tree))
+        and any(isinstance(node, ast.Constant) and node.value == 132 for node in walk(tree))
     }
 
 
@@ -223,7 +230,7 @@ def first_party_arrows(files: dict[str, ast.Module], annotations: bool = False) 
 def annotation_lines(tree: ast.Module) -> set[int]:
     """Lines that stand under ``if TYPE_CHECKING``."""
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
             found.update(line for child in node.body for line in range(child.lineno, (child.end_lineno or 0) + 1))
     return found
@@ -321,7 +328,7 @@ def reads_the_environment(files: dict[str, ast.Module]) -> list[str]:
     for path, tree in files.items():
         if path.split("/")[0] not in LAYERS[1:] and path != "lockstride.py":
             continue
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Attribute) and ENVIRONMENT.fullmatch(dotted(node)):
                 found.append(f"{path}:{node.lineno} {dotted(node)}")
         found += [f"{path}:{line} {name}" for line, name in imports_of(path, tree) if ENVIRONMENT.fullmatch(name)]
@@ -346,7 +353,7 @@ def code_from_data(files: dict[str, ast.Module]) -> list[str]:
     found = []
     for path, tree in files.items():
         found += [f"{path}:{line} {name}" for line, name in imports_of(path, tree) if opens_pickles(name)]
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Attribute) and (
                 FORBIDDEN_ATTRIBUTES.fullmatch(node.attr)
                 or dotted(node) in ("torch.load", "builtins.eval", "builtins.exec")
@@ -384,7 +391,7 @@ def lost_references(files: dict[str, ast.Module]) -> list[str]:
     """Files that docstrings of the four layers name, and that are not there, as ``path: name``."""
     paths, lost = {f"/{path}" for path in files}, []
     for path, tree in files.items():
-        nodes = ast.walk(tree) if path.split("/")[0] in LAYERS else ()
+        nodes = walk(tree) if path.split("/")[0] in LAYERS else ()
         for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 named = re.findall(r"(?<![\w.])(?:\w+/)*[a-z]\w*\.py\b", ast.get_docstring(node) or "")
@@ -398,7 +405,7 @@ def specs_made_elsewhere(files: dict[str, ast.Module]) -> list[str]:
     for path, tree in files.items():
         if path.split("/")[0] not in LAYERS or path == SPECS_ARE_MADE_IN:
             continue
-        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        calls = (node for node in walk(tree) if isinstance(node, ast.Call))
         makers = ("LaunchSpec", "LaunchSpec._make")
         found += [f"{path}:{call.lineno}" for call in calls if dotted(call.func).endswith(makers)]
     return found

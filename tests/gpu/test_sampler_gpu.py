@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from tests.gpu.test_device_gpu import no_synchronisation
 from tests.gpu.untyped import Stream
 from tests.runtime.execute.sampling.edit_cases import edits_for, random_edits
 from tests.runtime.execute.sampling.sampling_cases import processed, random_params, rows_for, seen_for
+from tests.selection import covering
 
 triton = pytest.importorskip("triton")
 from runtime.execute.sampling import draw_triton as sampling_triton  # noqa: E402
@@ -119,6 +120,15 @@ VARIANTS = [
     SamplingVariant(random=True, filters=True),
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True),
 ]
+
+
+def grid(*axes: Sequence[Any], at_once: int) -> list[Any]:
+    """All combinations; in the interpreter a few that cover (tests/selection.py)."""
+    return [case.values for case in covering(*axes, at_once=at_once) if not (INTERPRETED and case.marks)]
+
+
+GUESSES = grid((True, False), (VARIANTS[1], VARIANTS[-1]), (7, 1300) if INTERPRETED else (7, *VOCABS[2:]), at_once=2)
+BLOCKS = grid(VARIANTS[1:3], (torch.float32, torch.bfloat16), at_once=1)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -243,9 +253,7 @@ def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("split_rows")
-@pytest.mark.parametrize("vocab", [7, 1300] if INTERPRETED else [7, *VOCABS[2:]])
-@pytest.mark.parametrize("features", [VARIANTS[1], VARIANTS[-1]], ids=["random", "all"])
-@pytest.mark.parametrize("some_ids", [True, False])
+@pytest.mark.parametrize(("some_ids", "features", "vocab"), GUESSES)
 def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(
     vocab: int, features: SamplingVariant, some_ids: bool
 ) -> None:
@@ -256,8 +264,7 @@ def test_drawn_guesses_and_their_windows_are_those_of_the_cpu(
     _same_drawn(logits, rows, seen, features, ids, guesses=2, at_once=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features", VARIANTS[1:3], ids=["random", "filters"])
+@pytest.mark.parametrize(("features", "dtype"), BLOCKS)
 def test_a_block_of_drawn_guesses_and_what_no_drafter_may_say(features: SamplingVariant, dtype: torch.dtype) -> None:
     """All guesses of a window at once, as a block drafter's are. Rows that cannot be used give the same, too: guess 0
     and no probability. Where every q is larger than p nothing is left of a residual, and the token comes from p."""

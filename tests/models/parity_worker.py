@@ -82,11 +82,14 @@ def splits_of(config: ModelConfig, size: int) -> dict[str, ExpertSplit]:
     return {"tp": ExpertSplit(), "ep": ExpertSplit(whole=True), "map": ExpertSplit(whole=True, orders=orders)}
 
 
-def run_models(folder: Path, collectives: Collectives, count: int = len(SCENARIOS)) -> None:
-    """Every model folder, every split."""
-    for model_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+def run_models(
+    folder: Path, collectives: Collectives, count: int = len(SCENARIOS), *, every_split: bool = True
+) -> None:
+    """Every model folder, with every split or, of three models in a row, each with another one."""
+    for number, model_folder in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
         config = config_from_folder(model_folder)
-        for name, split in splits_of(config, collectives.size).items():
+        splits = list(splits_of(config, collectives.size).items())
+        for name, split in splits if every_split else [splits[number % len(splits)]]:
             recorder = RoutingRecorder()
             kernels = kernels_with(route_top_k=recorder.route, route_sigmoid=recorder.route)
             model = load_model(config, model_folder, collectives=collectives, kernels=kernels, experts=split)

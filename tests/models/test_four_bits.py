@@ -222,7 +222,12 @@ def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "name"), [("qwen3", "int4-zeros"), ("qwen3-moe", "nvfp4-modelopt"), ("gpt-oss", None)]
+    ("model", "name"),
+    [
+        ("qwen3", "int4-zeros"),
+        pytest.param("qwen3-moe", "nvfp4-modelopt", marks=pytest.mark.long),
+        ("gpt-oss", None),
+    ],
 )
 def test_ranks_choose_the_tokens_of_the_numbers_that_codes_mean(model: str, name: str | None, tmp_path: Path) -> None:
     """One rank, two and four: on four, shards of 40 and of 24 features begin at multiples of 16."""

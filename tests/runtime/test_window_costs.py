@@ -85,7 +85,7 @@ def test_each_width_has_costs_and_graphs_of_its_own(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("drawn", "hybrid tree") else pytest.mark.long) for name in HOW]
+    "name", [pytest.param(name, marks=() if name == "hybrid tree" else pytest.mark.long) for name in HOW]
 )
 def test_engines_are_measured_as_they_run(name: str) -> None:
     torch.set_num_threads(1)

@@ -128,7 +128,7 @@ def check_answers(folder: Path, name: str, ids: set[str] | None = None) -> None:
         assert close(row, alone[line_id]), line_id
 
 
-@pytest.mark.slow
+@pytest.mark.long  # torchrun as a user starts it: `make demo`, tests/launch/sweep/test_point.py
 @pytest.mark.multiprocess
 def test_two_groups_of_one_rank(folder: Path, tmp_path: Path) -> None:
     default = EngineConfig(model="m", device="cpu").bundles

@@ -71,7 +71,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     assert answers_of(tmp_path / "out.jsonl") == expected_answers(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # with srun itself: tests/slurm
 @pytest.mark.multiprocess
 def test_two_ranks_as_srun_starts_them(tmp_path: Path) -> None:
     write_input(tmp_path, good_lines(12))

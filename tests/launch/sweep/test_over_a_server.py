@@ -28,7 +28,7 @@ grid:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long  # three processes that import torch; a point by itself: tests/launch/bench/test_serve.py
 def test_points_of_one_server_are_measured_one_after_the_other(tmp_path: Path) -> None:
     with serving() as url:
         (tmp_path / "grid.yaml").write_text(GRID.format(model=ROOT / "models/demo", url=url))

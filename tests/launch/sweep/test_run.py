@@ -286,7 +286,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) 
     assert tally.clean, tally
 
 
-@pytest.mark.slow
+@pytest.mark.long  # at each change, within a process: test_kill_at.py
 @pytest.mark.multiprocess
 def test_a_kill_of_a_submission_or_a_task_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     tally = kill_sweep_jobs.kill_anywhere(tmp_path, kills=1, seed=20261121, points=2)

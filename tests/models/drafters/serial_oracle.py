@@ -47,15 +47,11 @@ def queries(w: Weights, layer: str, x_WN: Tensor, positions_W: Tensor, config: M
 
 
 def attend(q_WHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, seen_WL: Tensor) -> Tensor:
-    """Head by head, query by query."""
-    out = torch.zeros_like(q_WHD)
+    """Each query over the places that it sees."""
     group = q_WHD.shape[1] // k_LKD.shape[1]
-    for i in range(q_WHD.shape[0]):
-        seen = seen_WL[i].nonzero()[:, 0]
-        for head in range(q_WHD.shape[1]):
-            scores = k_LKD[seen, head // group] @ q_WHD[i, head] / math.sqrt(q_WHD.shape[2])
-            out[i, head] = scores.softmax(0) @ v_LKD[seen, head // group]
-    return out
+    k_HLD, v_HLD = (one.repeat_interleave(group, 1).transpose(0, 1) for one in (k_LKD, v_LKD))
+    scores_HWL = q_WHD.transpose(0, 1) @ k_HLD.mT / math.sqrt(q_WHD.shape[2])
+    return (scores_HWL.masked_fill(~seen_WL, -math.inf).softmax(-1) @ v_HLD).transpose(0, 1)
 
 
 def rest_of_layer(w: Weights, layer: str, x_WN: Tensor, mixed_WHD: Tensor, config: Mapping[str, Any]) -> Tensor:

@@ -40,7 +40,7 @@ def exact(model: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "conditions"),
     [
-        *((model, (2 + number % 2, 4)) for number, model in enumerate(MODELS)),
+        *((model, (2 + number % 2, 4)) for number, model in enumerate(("gpt-oss", "gemma 4"))),
         *(long(model, (2, 3, 4)) for model in MODELS),
     ],
 )

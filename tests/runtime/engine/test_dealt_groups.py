@@ -17,6 +17,7 @@ from runtime.frontend.validation import CheckedRequest
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason
 from tests.runtime.engine import lives, rig
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import Life, live, oracle, people, prompt, same
 from tests.runtime.engine.random_lives import random_life
@@ -47,7 +48,7 @@ def counted(life: Life, name: str, groups: int = 2) -> list[int | float]:
 # ---- who works when ----
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("groups", [long(2), 4])
 def test_requests_are_spread_evenly_and_answered_as_by_one_engine(depth: int, groups: int) -> None:
     requests = people(8, logprobs=2)
     life = live(requests, depth=depth, over=dealt_rig, groups=groups)
@@ -183,7 +184,7 @@ def test_eviction_in_every_group(depth: int) -> None:
     assert life.counters["evictions"] > 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2)), 3])
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.long) for seed in range(3)), 3])
 def test_random_lives(seed: int) -> None:
     drawn = random_life(2000 + seed)
     depth, groups = (0, 1, 2, 4)[seed % 4], random.Random(seed).choice((2, 2, 4))

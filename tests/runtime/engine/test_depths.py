@@ -86,7 +86,9 @@ def serial_mixture(seed: int, model: str) -> tuple[dict[int, Finished], Logprobs
     return serial, logprobs
 
 
-@pytest.mark.parametrize(("every_model", "depth", "seed"), over_models(DEPTHS, range(3)), indirect=["every_model"])
+@pytest.mark.parametrize(
+    ("every_model", "depth", "seed"), over_models(DEPTHS, range(3), at_once=0, turned=12), indirect=["every_model"]
+)
 def test_a_mixture_of_everything(depth: int, seed: int) -> None:
     requests = mixture(seed)
     serial, serial_logprobs = serial_mixture(seed, str(rigs.TINY))
@@ -105,7 +107,7 @@ def test_a_mixture_of_everything(depth: int, seed: int) -> None:
         assert np.allclose([e[0] for e in mine], [e[0] for e in oracle], atol=1e-5)
 
 
-@pytest.mark.parametrize(("every_model", "depth"), over_models(DEPTHS), indirect=["every_model"])
+@pytest.mark.parametrize(("every_model", "depth"), over_models(DEPTHS, at_once=0, turned=4), indirect=["every_model"])
 def test_memory_pressure_evicts_and_recomputes(depth: int) -> None:
     requests = [request(i, range(i, i + 20), max_tokens=40, stops=(), temperature=0.9 * (i % 2)) for i in range(6)]
     roomy = serial_answers(requests, blocks=200)
@@ -115,7 +117,7 @@ def test_memory_pressure_evicts_and_recomputes(depth: int) -> None:
     assert outcome(tight) == roomy
 
 
-@pytest.mark.parametrize(("every_model", "depth"), over_models(DEPTHS, turned=1), indirect=["every_model"])
+@pytest.mark.parametrize(("every_model", "depth"), over_models(DEPTHS, at_once=0, turned=2), indirect=["every_model"])
 def test_cancelled_and_paused_requests_leave_the_others_alone(depth: int) -> None:
     requests = mixture(7)
     serial = serial_answers(requests)

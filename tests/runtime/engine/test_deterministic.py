@@ -72,7 +72,7 @@ def test_nothing_that_others_do_changes_a_bit(
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, FAMILIES["qwen3.5"], long(NEMOTRON)], ids=["attention", "gated delta nets", "Mamba-2"]
+    "shape", [{}, long(FAMILIES["qwen3.5"]), long(NEMOTRON)], ids=["attention", "gated delta nets", "Mamba-2"]
 )
 def test_trees_of_guesses_change_no_bit(shape: dict[str, object]) -> None:
     """A node's keys, and its state, are those of the path down to it; also beside chunks, where there is no state."""

@@ -63,7 +63,7 @@ def alone(requests: list[Request], **limits: Any) -> Life:
 
 @pytest.mark.parametrize(
     ("every_model", "depth", "chunk", "prefix_caching"),
-    over_models(DEPTHS, (WITHOUT_CHUNKS, 11), (True, False), at_once=2),
+    over_models(DEPTHS, (WITHOUT_CHUNKS, 11), (True, False)),
     indirect=["every_model"],
 )
 @pytest.mark.usefixtures("every_model")
@@ -139,7 +139,9 @@ def test_eight_answers_to_1024_tokens_compute_1024_tokens() -> None:
     assert forked.counters["prefix_waits"] == 0, "nobody waits for blocks"
 
 
-@pytest.mark.parametrize(("depth", "prefix_caching"), covering(DEPTHS, (True, False), at_once=1))
+@pytest.mark.parametrize(
+    ("depth", "prefix_caching"), [*covering(DEPTHS, (True, False), at_once=0, turned=4), (1, False)]
+)
 def test_with_little_room_as_many_fork_as_fit(depth: int, prefix_caching: bool) -> None:
     """Rows for three and blocks for a few: the others come later, evictions and all."""
     requests = families()
@@ -148,7 +150,7 @@ def test_with_little_room_as_many_fork_as_fit(depth: int, prefix_caching: bool) 
     assert 0 < forked.counters["forks"] < sum(one.sampling.n - 1 for one in requests)
 
 
-@pytest.mark.parametrize(("turn", "victim", "depth"), covering((1, 3, 6), (0, 2), (0, 2)))
+@pytest.mark.parametrize(("turn", "victim", "depth"), covering((1, 3, 6), (0, 2), (0, 2), at_once=1))
 def test_one_answer_may_be_cancelled_at_any_time(turn: int, victim: int, depth: int) -> None:
     """In turn 1 and 3 the prompt is being computed, in turn 6 all answers are running. It is in row 0."""
     requests = [request(0, prompt(37, 2), n=4, temperature=1.0, max_tokens=12, logprobs=1)]

@@ -165,5 +165,6 @@ def grammars_change_no_bit(over: OpenRig, grammars: Grammars | None = None) -> N
         assert told.compared > 60
 
 
+@pytest.mark.long  # with tables, too: test_grammar_tables.py
 def test_a_grammar_in_the_deterministic_mode_is_its_own_in_every_bit() -> None:
     grammars_change_no_bit(partial(rig, kernels=invariant_kernels()))

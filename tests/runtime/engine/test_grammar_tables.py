@@ -57,7 +57,7 @@ def tabled() -> Iterator[Grammars]:
     grammars.close()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("depth", [long(0), long(1), 3])
 def test_the_tokens_are_those_of_the_host(tabled: Grammars, depth: int) -> None:
     requests = mixture(18)
     life = live(requests, depth=depth, grammars=tabled)
@@ -71,7 +71,7 @@ def drafts(width: int = 4, percent: int = 100) -> dict[str, Any]:
     return {"proposer": proposer_for(config), "speculation": Speculation(width, mixed_percent=percent)}
 
 
-@pytest.mark.parametrize("how", [{"depth": 0}, {"depth": 2}, {"depth": 3, "percent": 0}])
+@pytest.mark.parametrize("how", [long({"depth": 0}), {"depth": 2}, {"depth": 3, "percent": 0}])
 def test_in_draft_windows_rows_append_several_tokens(tabled: Grammars, how: dict[str, Any]) -> None:
     requests = mixture(18)
     life = live(requests, depth=how["depth"], grammars=tabled, **drafts(percent=how.get("percent", 100)))
@@ -119,7 +119,7 @@ def test_random_schemas_and_calls(seeds: Sequence[int], hows: list[tuple[int, in
             grammars.close()
 
 
-@pytest.mark.parametrize("logprobs", [1, None])
+@pytest.mark.parametrize("logprobs", [1, long(None)])
 def test_ranks_that_share_the_vocabulary_draw_the_same(logprobs: int | None) -> None:
     """Each has a place for the table, and masks its shard."""
     grammars = with_tables(small_grammars(VOCABULARY, EOS), (EOS,))

@@ -177,7 +177,7 @@ def test_groups_start_in_one_order(captured: tuple[int, ...], wider: bool, monke
 
 
 @pytest.mark.parametrize(
-    ("chunks", "depth"), [("launched", 0), ("captured", 2), long("in turns", 0)], indirect=["chunks"]
+    ("chunks", "depth"), [long("launched", 0), ("captured", 2), long("in turns", 0)], indirect=["chunks"]
 )
 def test_groups_are_idle_join_and_drain_at_different_times(depth: int, chunks: RigLimits) -> None:
     first, second = mixture(31, count=5), ids_from(100, mixture(32, count=4))
@@ -208,7 +208,7 @@ def test_groups_that_never_have_windows_replay_their_prompts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "percent", "depth"),
-    [("launched", 50, 0), ("captured", 0, 2), long("in turns", 50, 0)],
+    [long("launched", 50, 0), ("captured", 0, 2), long("in turns", 50, 0)],
     indirect=["chunks"],
 )
 def test_one_group_verifies_while_another_decodes_prefills_or_idles(
@@ -308,7 +308,7 @@ def test_a_prefill_leaves_the_others_in_their_graphs(chunks: RigLimits) -> None:
     assert {rows for rows in lives.rows[0] if rows > BUCKETS[-1]} <= set(ladder)
 
 
-@pytest.mark.parametrize("percent", [0, 50])
+@pytest.mark.parametrize("percent", [long(0), 50])
 def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> None:
     """One group verifies in every step while prompts come in at the other, whose rows have windows, too."""
     steady = [request(0, (5, 6, 7, 5, 6, 7, 5), max_tokens=40, stops=())]
@@ -334,7 +334,7 @@ def test_a_prefill_leaves_windows_of_others_in_captured_steps(percent: int) -> N
         assert not [name for name in counters if name.startswith("fallbacks")]
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("tokens", [long(3), 20])
 def test_more_rows_than_a_captured_step_holds_decode_while_another_group_prefills(tokens: int) -> None:
     """Prompts are launched kernel by kernel then, and nothing is captured late for the decode graphs beside them."""
     steady = [request(i, range(5 + i, 9 + i), max_tokens=30, stops=()) for i in range(8)]
@@ -375,7 +375,7 @@ def test_chunks_of_all_groups_come_in_the_same_steps() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "seed"),
-    [("launched", 0), ("captured", 1), long("in turns", 2), long("in turns", 3)],
+    [long("launched", 0), ("captured", 1), long("in turns", 2), long("in turns", 3)],
     indirect=["chunks"],
 )
 def test_random_arrivals(seed: int, chunks: RigLimits) -> None:

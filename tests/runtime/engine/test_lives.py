@@ -472,7 +472,8 @@ ROWS = covering_rows({"event": tuple(EVENTS), **AXES}, shared_out, asked=asked, 
 
 @pytest.mark.parametrize("row", named(ROWS))
 def test_every_life_is_that_of_the_serial_engine(row: Row, folder: Path) -> None:
-    """Each event meets every value of each axis, or one that is like it, and the values of any two axes meet."""
+    """Each event meets every value of each axis, or one that is like it; the values of any two axes meet, of three and
+    more that are alike one."""
     lived(row, folder)
 
 

@@ -16,6 +16,7 @@ from runtime.schedule.config import MixedSteps
 from runtime.schedule.plan import StepKind
 from tests.models.toy_hybrid import ARCHITECTURE, HYBRID, ToyHybrid
 from tests.plant import Op, plant
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.lives import live, same, unbroken
 from tests.runtime.engine.mixed_corners import Corners, paths_in_turn
@@ -127,7 +128,11 @@ def test_prompts_that_are_scored_have_steps_of_their_own() -> None:
             check(one, scores.by_request.get(one.request_id, {}))
 
 
-@pytest.mark.parametrize(("shape", "replayed_first"), [({}, True), (HYBRID, False)], ids=["dense", "hybrid"])
+@pytest.mark.parametrize(
+    ("shape", "replayed_first"),
+    [long({}, True), (HYBRID, False)],
+    ids=["dense", "hybrid"],
+)
 def test_the_corners_of_what_steps_share_by_both_paths(
     shape: dict[str, Any], replayed_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,10 +70,10 @@ def widths(life: Life) -> Counter[int]:
     [
         (2, 2, ()),
         long(4, 0, BUCKETS),
-        (4, 3, BUCKETS),
+        long(4, 3, BUCKETS),
         long(5, 1, ()),
-        (8, 4, BUCKETS),
-        (16, 2, (72, 120)),
+        long(8, 4, BUCKETS),
+        long(16, 2, (72, 120)),
         (32, 2, ()),
     ],
 )
@@ -130,7 +130,7 @@ HYBRIDS = ("qwen3.5", "nemotron-h")
         ("qwen3.5", 8, 2, BUCKETS),
         long("qwen3.5", 16, 3, ()),
         long("qwen3.5", 32, 1, ()),
-        ("nemotron-h", 8, 3, ()),
+        long("nemotron-h", 8, 3, ()),
         long("nemotron-h", 16, 0, ()),
     ],
 )
@@ -160,7 +160,8 @@ def test_no_layer_keeps_what_it_made_of_chunks(monkeypatch: pytest.MonkeyPatch) 
     assert made
 
 
-@pytest.mark.parametrize("family", [long("qwen3.5"), "nemotron-h"])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3.5", "nemotron-h"])
 def test_two_ranks_of_recurrent_layers_give_what_one_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over_model(family, monkeypatch)
     several = beside(4, depth=2, over=lambda **limits: tensor_rig(2, **limits))
@@ -210,7 +211,7 @@ def narrower(*, depth: int, **limits: Any) -> Life:
     return speculating(rows[:1], 8, every=every, later=later, depth=depth, **how)
 
 
-@pytest.mark.parametrize(("depth", "buckets"), [(0, ()), long(2, BUCKETS), long(3, ()), (3, (16, 48, 96))], ids=str)
+@pytest.mark.parametrize(("depth", "buckets"), [long(0, ()), long(2, BUCKETS), long(3, ()), (3, (16, 48, 96))], ids=str)
 def test_answers_beside_narrower_windows_are_those_of_single_tokens(depth: int, buckets: tuple[int, ...]) -> None:
     life = narrower(depth=depth, prefill_buckets=buckets)
     assert min(widths(life)[width] for width in (2, 4, 8)) > 2
@@ -284,7 +285,12 @@ def trees_beside(shape: tuple[int, int], *, depth: int, **limits: Any) -> Life:
 
 @pytest.mark.parametrize(
     ("shape", "depth", "buckets"),
-    [((4, 12), 0, (24, 48, 76, 112)), ((3, 3), 2, ()), ((8, 32), 2, (72, 120, 200)), ((5, 33), 3, ())],
+    [
+        long((4, 12), 0, (24, 48, 76, 112)),
+        long((3, 3), 2, ()),
+        ((8, 32), 2, (72, 120, 200)),
+        ((5, 33), 3, ()),
+    ],
 )
 def test_answers_beside_trees_are_those_of_single_tokens(
     shape: tuple[int, int], depth: int, buckets: tuple[int, ...]

@@ -52,7 +52,7 @@ def check(requests: list[Request], found: Tokens) -> None:
         assert sampling.allowed_token_ids or not set(answer) & banned
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_every_depth_draws_what_the_serial_engine_does(seed: int) -> None:
     requests = mixture(seed)
     with rig(depth=0) as engine:

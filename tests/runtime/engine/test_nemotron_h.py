@@ -134,7 +134,7 @@ def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
     assert (held == full // 2) if ranks == 2 else (full // 4 < held < full // 2)
 
 
-@pytest.mark.parametrize(("widths", "depth"), [((2, 8), 2), long((33, 32, 1), 4)], ids=str)
+@pytest.mark.parametrize(("widths", "depth"), [long((2, 8), 2), long((33, 32, 1), 4)], ids=str)
 def test_windows_give_the_tokens_of_single_steps(
     widths: tuple[int, ...], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.plant import kernels_with
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.tensor_ranks import LateSums, PushedSums, pushed, tensor_rig
@@ -19,7 +20,11 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MLP_BIAS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True, "attention_bias": True}
 
 
-@pytest.mark.parametrize("shape", [{}, QWEN2, MLP_BIAS, EXPERTS, MIXTRAL], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [long({}), long(QWEN2), long(MIXTRAL), MLP_BIAS, EXPERTS],
+    ids=str,
+)
 def test_every_layer_can_take_an_unfinished_all_reduce(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateSums, "late", 0)
     requests = mixture(5, count=8)
@@ -30,7 +35,7 @@ def test_every_layer_can_take_an_unfinished_all_reduce(shape: dict[str, Any], mo
     assert LateSums.late > 0
 
 
-@pytest.mark.parametrize("shape", [{}, MLP_BIAS, EXPERTS], ids=str)
+@pytest.mark.parametrize("shape", [long({}), long(MLP_BIAS), EXPERTS], ids=str)
 def test_nothing_comes_between_a_part_that_was_pushed_and_its_all_reduce(
     shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,9 @@ def idle_blocks(engine: Engine) -> list[int]:
     return [0, *(b for b in unreferenced if b not in pool._cached)]
 
 
-@pytest.mark.parametrize(("every_model", "depth"), over_models((0, 2, 4)), indirect=["every_model"])
+@pytest.mark.parametrize(
+    ("every_model", "depth"), over_models((0, 2, 4), at_once=0, turned=1), indirect=["every_model"]
+)
 def test_freed_blocks_and_the_trash_block_are_never_read(depth: int) -> None:
     requests = mixture(11)
     with rig(depth=depth) as engine:

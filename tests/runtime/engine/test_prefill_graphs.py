@@ -29,6 +29,7 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.models.toy_hybrid import ARCHITECTURE, ToyHybrid
 from tests.plant import Op, make_prefill_step, plant, plant_replay
+from tests.runtime.engine.conftest import long
 from tests.runtime.engine.exact_kernels import exact_kernels
 from tests.runtime.engine.prompt_ranks import Scores, prompts
 from tests.runtime.engine.rig import request, rig, run
@@ -175,7 +176,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     assert serving
 
 
-@pytest.mark.parametrize(("depth", "mixed"), [(0, MIXED), (1, None), (2, MIXED), (4, MIXED)])
+@pytest.mark.parametrize(
+    ("depth", "mixed"),
+    [long(0, MIXED), (1, None), (2, MIXED), long(4, MIXED)],
+)
 def test_steps_bring_the_tables_of_their_attention(
     depth: int, mixed: MixedSteps | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,10 @@ def test_state_after_a_verification_step_is_that_of_single_steps(
 
 @pytest.mark.parametrize(
     ("family", "depth", "shape"),
-    [("qwen3.5", 1, (8, 32)), ("nemotron-h", 1, (5, 33)), ("nemotron-h", 2, (6, 16))],
+    [
+        ("qwen3.5", 1, (8, 32)),
+        *(pytest.param("nemotron-h", *case, marks=pytest.mark.long) for case in ((1, (5, 33)), (2, (6, 16)))),
+    ],
     ids=str,
 )
 def test_answers_of_wide_trees_are_those_of_single_steps(

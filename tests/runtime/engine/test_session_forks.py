@@ -141,8 +141,14 @@ def _and_goes_itself(engine: Engine) -> None:
     engine.add(request(90, prompt(40, 9), max_tokens=3, stops=()))
 
 
-@pytest.mark.parametrize("say", [_and_goes_on, _and_forks_again, _and_its_parent_goes, _and_goes_itself])
-@pytest.mark.parametrize("model", ["attention", "hybrid"])
+@pytest.mark.parametrize(
+    ("model", "say"),
+    covering(
+        ("attention", "hybrid"),
+        (_and_goes_on, _and_forks_again, _and_its_parent_goes, _and_goes_itself),
+        at_once=1,
+    ),
+)
 def test_more_is_said_in_the_turn_of_a_fork(model: str, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever that is, the copy is made before it: also from a slot that is given back, into one that is."""
     over_model(model, monkeypatch)

@@ -197,7 +197,7 @@ def test_with_little_memory_parked_sessions_are_computed_again(depth: int, prefi
     assert life.counters["session_evictions"] > 0
 
 
-@pytest.mark.parametrize(("depth", "width"), covering((0, 2, 4), (2, 6), at_once=1))
+@pytest.mark.parametrize(("depth", "width"), covering((0, 2, 4), (2, 6), at_once=0, turned=3))
 def test_windows_end_where_quanta_end(depth: int, width: int) -> None:
     """A quantum's end is the device's to keep, however many tokens a step could gain. Few tokens are allowed, so that
     answers repeat themselves and proposals are kept."""

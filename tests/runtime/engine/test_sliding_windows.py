@@ -177,7 +177,7 @@ def test_captured_prefill_reads_the_table_of_its_group(depth: int, moved: list[i
     same(life, retained(mixture()))
 
 
-@pytest.mark.parametrize(("depth", "blocks", "least"), [(0, 200, 8), (2, 200, 8), (2, 20, 4)])
+@pytest.mark.parametrize(("depth", "blocks", "least"), [long(0, 200, 8), (2, 200, 8), long(2, 20, 4)])
 def test_sessions_go_on_behind_their_windows(
     depth: int, blocks: int, least: int, moved: list[int], few_blocks: Callable[[int], None]
 ) -> None:
@@ -199,7 +199,7 @@ def test_two_ranks_move_their_windows_alike(moved: list[int]) -> None:
 SPARSE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 3}
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [long(0), 2])
 def test_groups_move_their_windows_on_by_themselves(depth: int, moved: list[int]) -> None:
     """Every layer has a window; requests arrive in one group while another one decodes."""
     shape = SPARSE | {"model_type": "mixtral", "num_hidden_layers": 2, "sliding_window": WINDOW}

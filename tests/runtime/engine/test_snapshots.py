@@ -95,7 +95,7 @@ def test_each_family_does(family: str, depth: int) -> None:
     assert life.counters["snapshot_restores"] >= 3
 
 
-@pytest.mark.parametrize(("family", "chunk", "depth"), covering(("qwen3.5", "nemotron"), (1, 2, 3), (0, 2)))
+@pytest.mark.parametrize(("family", "chunk", "depth"), covering(("qwen3.5", "nemotron"), (1, 2, 3), (0, 2), at_once=1))
 def test_what_follows_a_prefix_comes_in_chunks_shorter_than_the_taps(family: str, chunk: int, depth: int) -> None:
     """Windows of 4 taps reach over several chunks, and over the end of the prefix."""
     requests = behind_a_stem(4)
@@ -174,7 +174,7 @@ def repetitive(**sampling: Any) -> dict[str, Any]:
     return {"max_tokens": 24, "temperature": 0.6, "allowed_token_ids": (5, 6, 7, 8), **sampling}
 
 
-@pytest.mark.parametrize(("family", "depth"), [long("qwen3-next", 0), ("qwen3-next", 2), ("nemotron", 2)])
+@pytest.mark.parametrize(("family", "depth"), [long("qwen3-next", 0), long("qwen3-next", 2), ("nemotron", 2)])
 def test_windows_beside_prefixes_that_are_continued(family: str, depth: int) -> None:
     """NaN before every turn in all state and blocks that nobody has; some rows are evicted and go on from snapshots."""
     requests = sharers(6, **repetitive())

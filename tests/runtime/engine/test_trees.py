@@ -189,7 +189,8 @@ def drawn(seed: int, sooner: int = 2) -> RandomLife:
 
 
 @pytest.mark.parametrize(
-    ("seed", "depth"), [*covering(range(3), (0, 2, 4), at_once=1), *starmap(long, product(range(3, 30), (0, 2, 4)))]
+    ("seed", "depth"),
+    [*covering(range(3), (0, 2, 4), at_once=0, turned=4), *starmap(long, product(range(3, 30), (0, 2, 4)))],
 )
 def test_random_lives(depth: int, seed: int) -> None:
     """Arrivals, pauses, cancels, evictions, prefix hits, forks, scored and chunked prompts, penalties; mixed steps."""

@@ -170,8 +170,7 @@ def test_a_window_without_room_is_not_offered_where_decode_has_some(monkeypatch:
     "kind",
     [
         "mixed window of 8 tail",
-        "proposal",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("window of 2", "prefill tail")),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("proposal", "window of 2", "prefill tail")),
     ],
 )
 def test_each_kind_decides_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ class Drafter:
         """What the serial oracle guesses behind ``tokens``, given the target's states of all but the last."""
         assert self.recorder is not None
         target = self.recorder.model
-        weights = {name: tensor.to(target.dtype) for name, tensor in self.tensors.items()}
+        weights = as_wide(self.tensors, target.dtype)
         embedding, head = target.embedding.weight.data, target.lm_head.weight.data
         if self.kind == "mtp":
             states = tokens, hidden_LN, count, self.ids
@@ -182,6 +182,17 @@ class OwnLayer(Drafter):
         if parts.model.collectives.rank == 0:
             self.recorder = recorder
         return recorder
+
+
+def as_wide(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Those of floats in ``dtype``; of the latest tensors asked for they are made once."""
+    if _wide[0] is not tensors or _wide[1] is not dtype:
+        _wide[:] = tensors, dtype, {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    found: Mapping[str, Tensor] = _wide[2]
+    return found
+
+
+_wide: list[Any] = [None, None, {}]
 
 
 def target_states(target: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:

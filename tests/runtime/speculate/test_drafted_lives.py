@@ -71,17 +71,17 @@ def lived(kind: str, width: int, depth: int, seed: int, folder: Path, *, tree: b
     return life, alone
 
 
-FULL = (  # every kind as a chain and as a tree, every width and depth
-    ("mtp", 4, 0, 46, False),
+FULL = (  # chains and trees of most widths and depths; other kinds and events in test_lives.py
     ("dflash", 16, 1, 109, False),
     ("eagle3", 16, 4, 109, False),
-    ("mtp", 32, 3, 46, False),
     ("mtp", 8, 2, 109, True),
     ("dflash", 16, 2, 46, True),
-    ("eagle3", 4, 4, 46, True),
-    ("own mtp", 4, 2, 109, True),
 )
 MORE = (
+    ("mtp", 4, 0, 46, False),
+    ("mtp", 32, 3, 46, False),
+    ("eagle3", 4, 4, 46, True),
+    ("own mtp", 4, 2, 109, True),
     ("own mtp", 32, 3, 46, False),
     ("dflash", 32, 3, 46, False),
     ("mtp", 16, 4, 109, False),
@@ -121,9 +121,8 @@ def test_random_lives(kind: str, width: int, seed: int, tree: bool, tmp_path: Pa
     assert life.counters["spec_num_drafts"] > 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["mtp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("dflash", "eagle3"))]
-)
+@pytest.mark.long  # of a target alone: tests/runtime/engine/test_mixed_windows.py
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "eagle3"])
 def test_the_corners_of_what_steps_with_chunks_share_by_both_paths(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,6 @@ MODELS = [
 ]
 ALWAYS = {
     ("dense", "dflash", 2),
-    ("dense", "eagle3", 2),
     ("qwen3.5", "own mtp", 2),
 }
 

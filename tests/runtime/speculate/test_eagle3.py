@@ -31,7 +31,16 @@ from tests.models.drafters.tiny_drafters import eagle3_config, eagle3_tensors, w
 from tests.runtime.engine.lives import Life, live, same
 from tests.runtime.engine.rig import TINY, request, rig, run
 from tests.runtime.engine.tensor_ranks import tensor_rig
-from tests.runtime.speculate.recorded import FOUR_HEADS, SHAPE, SIZES, VOCABULARY, Drafter, Recorder, check_rounds
+from tests.runtime.speculate.recorded import (
+    FOUR_HEADS,
+    SHAPE,
+    SIZES,
+    VOCABULARY,
+    Drafter,
+    Recorder,
+    as_wide,
+    check_rounds,
+)
 from tests.runtime.speculate.test_drafted import (
     LIMITS_OF_EVICTION,
     check_forks,
@@ -80,7 +89,7 @@ class Head(Drafter):
     def expected(self, tokens: Any, count: int, hidden_LN: Tensor, features_LF: Tensor) -> tuple[int, ...]:
         assert self.recorder is not None
         target = self.recorder.model
-        weights = {n: t.to(target.dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
+        weights = as_wide(self.tensors, target.dtype)
         embedding = target.embedding.weight.data
         return tuple(serial_oracle.eagle3_guesses(weights, self.config, embedding, tokens, features_LF, count))
 
@@ -97,7 +106,12 @@ OWN_EMBEDDING = {"embed_tokens.weight": torch.randn(VOCABULARY, 24, generator=to
 
 @pytest.mark.parametrize(
     ("depth", "how"),
-    [(0, {}), (2, {}), (2, {"norm_before_residual": True}), (0, {"extra": OWN_EMBEDDING})],
+    [
+        pytest.param(0, {}, marks=pytest.mark.long),
+        (2, {}),
+        (2, {"norm_before_residual": True}),
+        (0, {"extra": OWN_EMBEDDING}),
+    ],
     ids=str,
 )
 def test_rounds_guess_what_the_oracle_does(depth: int, how: dict[str, Any], tmp_path: Path) -> None:
@@ -126,8 +140,8 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
     assert head.rounds == rounds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [pytest.param(0, marks=pytest.mark.long), 12], ids=["chain", "tree"])
+@pytest.mark.long  # of other drafters: test_drafted.py, test_own_mtp.py
+@pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     tree: int, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ def test_trees_grow_around_what_the_oracle_guesses(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "whole"),
-    [pytest.param("qwen3-next", False, marks=pytest.mark.long), ("qwen3-next", True), ("nemotron-h", False)],
+    [long("qwen3-next", False), ("qwen3-next", True), long("nemotron-h", False)],
     ids=["shares", "whole experts", "blocks"],
 )
 def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def check_beside(drafter: DrawnDrafter, *, depth: int, **limits: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ids", "depth", "buckets"),
-    [("mtp", None, 0, ()), ("dflash", IDS, 2, (8, 16, 28)), pytest.param("mtp", IDS, 2, (), marks=pytest.mark.long)],
+    [long("mtp", None, 0, ()), ("dflash", IDS, 2, (8, 16, 28)), long("mtp", IDS, 2, ())],
 )
 def test_a_round_beside_chunks_is_the_round_without(
     kind: str, ids: Any, depth: int, buckets: tuple[int, ...], tmp_path: Path

@@ -114,7 +114,7 @@ def treed(drafter: Drafter, *, depth: int, width: int = 5, size: int = 16, **lim
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth", "ids"), [long("mtp", 0, None), ("mtp", 2, IDS), long("dflash", 0, IDS), ("dflash", 2, None)]
+    ("kind", "depth", "ids"), [long("mtp", 0, None), ("mtp", 2, IDS), long("dflash", 0, IDS), long("dflash", 2, None)]
 )
 def test_trees_grow_around_what_the_oracle_guesses(
     kind: str, depth: int, ids: tuple[int, ...] | None, tmp_path: Path
