@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from models.kernels import compile_ahead as compiling
 from runtime.engine import Engine
@@ -205,7 +206,7 @@ def left_behind(executor: Executor) -> dict[str, Any]:
     """All that a trial could leave, but for what padding writes into slot 0 and the trash block, which nobody reads."""
     tables, ring, columns = executor.tables, executor._ring, executor.tables.columns
     state = {
-        feature.name: feature.tables and tuple(table[1:].clone() for table in feature.tables)
+        feature.name: feature.tables and tuple(table[1:].clone() for table in tree_leaves(feature.tables))
         for feature in tables.features
     }
     return {
