@@ -198,9 +198,9 @@ def coded_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Ch
 
 
 def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list[Choice]:
-    """Kernels for four-bit weights, in the order to try: fragments, or warps that share K, for few rows, tiles of a
-    whole program for more, and decoded weights where they are read for so many rows that decoding takes little of the
-    time.
+    """Kernels for four-bit weights, in the order to try: warpgroups for 2 to 32 rows, fragments, or warps that share K,
+    for up to 8, tiles of a whole program for more, and decoded weights where they are read for so many rows that
+    decoding takes little of the time.
     """
     rows, found = shape.rows, list[FourBits]()
     if rows <= _MOST_FOUR_BIT_ROWS and shape.dtype in (torch.bfloat16, torch.float16):
@@ -222,7 +222,8 @@ def four_bit_candidates(shape: LinearShape, traits: DeviceTraits = H200) -> list
         )
     else:
         fitting.sort(key=lambda c: (c.parts == 1, _off(shape.outputs // c.block_o * c.split, traits)))
-    return [*_fragments(shape, traits), *dict.fromkeys(fitting), *_warpgroups(shape, traits), Decoded()]
+    warpgroups = _warpgroups(shape, traits)  # a start-up tries the first two, then others
+    return [*warpgroups[:2], *_fragments(shape, traits), *dict.fromkeys(fitting), *warpgroups[2:], Decoded()]
 
 
 def _fragments(shape: LinearShape, traits: DeviceTraits) -> list[Fragments]:

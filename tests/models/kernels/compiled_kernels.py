@@ -29,7 +29,7 @@ from models.kernels.experts import grouped, grouped_tma, streamed
 from models.kernels.experts.tiles import long_list_tiles
 from models.kernels.interface import AttentionKind, DeltaRule, Rotation
 from models.kernels.matmul.candidates import wide_candidates
-from models.kernels.matmul.choice_table import Choice, ChoiceTable, Decoded, Gemv, LinearShape, Skinny, Warpgroup, Wide
+from models.kernels.matmul.choice_table import Choice, ChoiceTable, Decoded, Gemv, LinearShape, Skinny, Wide
 from models.kernels.matmul.norm import joined_norms, relu2
 from models.kernels.recurrent import mamba2_tree, mamba2_triton
 from models.kernels.recurrent.mamba2 import Mamba2Weights
@@ -486,7 +486,7 @@ def four_bit_weight(form: WeightFormat, *sizes: int, bias: bool = False) -> Weig
 
 
 def four_bit_products(driver: CompilingDriver) -> None:
-    """The default of a few rows, decoded weights, the largest tiles, and a warpgroup's."""
+    """The first candidate of each kind, and the largest tiles."""
     kernels = nvidia_kernels(META)
     for form in FOUR_BITS:
         for rows in (1, 32, 64, 256):
@@ -494,8 +494,7 @@ def four_bit_products(driver: CompilingDriver) -> None:
             x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
             for weight in (four_bit_weight(form, 4096, 4096), four_bit_weight(form, 24576, 4096)):
                 choices = kernels.matmul.candidates(LinearShape.of(x, weight))
-                warpgroups = [one for one in choices if isinstance(one, Warpgroup)]
-                for choice in (choices[0], choices[-1], *warpgroups[:1]):
+                for choice in {type(one): one for one in reversed(choices)}.values():
                     kernels.matmul.run(x, weight, choice, gate_up=weight.outputs > 4096)
 
 

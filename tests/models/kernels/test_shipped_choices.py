@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,22 @@ import torch
 from launch.tune.shapes import Asked, RankShare, asked_products, buckets_of
 from models.kernels.matmul import choice_table
 from models.kernels.matmul.candidates import MOST_GEMV_ROWS
-from models.kernels.matmul.choice_table import Blas, Choice, ChoiceTable, CublasLt, Gemv, LinearShape, Skinny, Wide
+from models.kernels.matmul.choice_table import (
+    Blas,
+    Choice,
+    ChoiceTable,
+    CublasLt,
+    Gemv,
+    LinearShape,
+    Skinny,
+    Warpgroup,
+    Wide,
+)
 from models.kernels.matmul.cublaslt import Linear
 from models.kernels.traits import H200, DeviceTraits
 from models.registry import config_from_folder
 from models.row_buckets import decode_ladder, every_bucket
+from parallel.layers.weight import int4, nvfp4
 from tests.selection import covering
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
@@ -149,6 +161,20 @@ def test_beyond_256_rows_no_power_of_two_is_the_key(measured: tuple[int, ...]) -
     assert found[320] == skinny.get(320, Blas())
     assert found[416] == skinny.get(448, skinny.get(512, Blas()))
     assert [found[rows] for rows in (1152, 2048, 8192)] == [Blas()] * 3
+
+
+def test_four_bit_weights_of_8b_take_a_warpgroup_from_5_to_32_rows_and_start_ups_try_one_for_others() -> None:
+    table = choice_table.load(choice_table.SHIPPED_CHOICES / "nvidia-h200.json")
+    made, asked = products(table, H200, Lt(LATEST, True)), [key for key in table.choices if "int4_1x128" in key]
+    assert len(asked) == 16
+    for shape in map(LinearShape.from_key, asked):
+        assert made.choice(shape) == table.get(shape)
+        for rows in (5, 8, 16, 24, 32):
+            assert isinstance(made.choice(dataclasses.replace(shape, rows=rows)), Warpgroup)
+    for form, rows in itertools.product((int4(128, torch.float16), nvfp4()), (1, 2, 32, 33)):
+        tried = made._quickly(LinearShape(rows, 3072, 2880, torch.bfloat16, stored=form))
+        assert isinstance(tried[0], Warpgroup) == (1 < rows <= 32)
+        assert len({type(choice) for choice in tried}) == 2 + (1 < rows <= 32)
 
 
 def test_decode_buckets_between_powers_of_two_run_what_was_measured() -> None:
