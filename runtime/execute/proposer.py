@@ -172,11 +172,20 @@ class DrawingProposer(Proposer, Protocol):
     """One that can sample its drafts, and say from what. Never trees: rejection sampling goes along a chain."""
 
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
-        """As ``propose``, for a step whose rows are served by ``variant``, which is random."""
+        """As ``propose``, for a step whose rows are served by ``variant``, which is random; masked if it has edits."""
         ...
 
     def room(self, rows: int, count: int) -> Drafted:
         """Memory for ``drafted`` of so many rows and drafts, where that must outlive the launch that draws."""
+        ...
+
+
+@runtime_checkable
+class MaskingProposer(Proposer, Protocol):
+    """One that can leave out draft tokens that may not follow by the table of a row's grammar."""
+
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        """As ``propose``, for a step some of whose rows may have a table."""
         ...
 
 
@@ -188,12 +197,19 @@ def draws(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[Draw
     return variant.random and isinstance(proposer, DrawingProposer)
 
 
+def masks(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[MaskingProposer]:
+    """Whether draft tokens for a step of such rows are masked by tables of grammars."""
+    return variant.edits and isinstance(proposer, MaskingProposer)
+
+
 def guesses_for(
     proposer: Proposer, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant
 ) -> Proposed:
     """``count`` draft tokens for each row of a step served by ``variant``, drawn or not."""
     if draws(proposer, variant):
         return proposer.draw(rows_B, columns, count, variant)
+    if masks(proposer, variant):
+        return proposer.allowed(rows_B, columns, count)
     return proposer.propose(rows_B, columns, count)
 
 

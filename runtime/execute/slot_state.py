@@ -33,6 +33,8 @@ from torch import Tensor
 
 from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
+from runtime.execute.sampling.logit_edits import EditFeature
+from runtime.execute.sampling.token_tables import TokenTables
 from runtime.execute.slots.feature import SlotFeature
 from runtime.execute.slots.features import FEATURES
 from runtime.grammar import Grammars
@@ -180,6 +182,11 @@ class SlotTables:
     def features_of(self, variant: SamplingVariant) -> Sequence[SlotFeature[Any]]:
         """Those that a step of such sampling has."""
         return [feature for feature in self.features if getattr(variant, feature.name)]
+
+    @property
+    def grammar_tables(self) -> TokenTables:
+        """Of requests whose grammar has one."""
+        return next(feature.need().grammars for feature in self.features if isinstance(feature, EditFeature))
 
     @contextmanager
     def trial(self, slots: int | None = None) -> Iterator[None]:

@@ -36,7 +36,7 @@ class DFlashProposer(Drafter):
     def __init__(self, parts: ProposerParts, draft: DFlashDraft, head: DraftHead | None = None) -> None:
         require_blocks(draft.config, parts.limits.width)
         self.layers: tuple[int, ...] = draft.config.target_layer_ids
-        self._model, self._tables, self._draft = parts.model, parts.tables, draft
+        self._model, self.tables, self._draft = parts.model, parts.tables, draft
         self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         self._caches = [cast(Tensor, view) for view in parts.pool.allocate(draft.cache_layout)]
@@ -44,7 +44,7 @@ class DFlashProposer(Drafter):
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
         width = count + 1
         inputs = block_rows(
-            *(self._tables, rows_B, columns, width),
+            *(self.tables, rows_B, columns, width),
             mask_token=self._draft.config.mask_token_id,
             block_size=self._block_size,
             positions=len(self._draft.cos_sin_LR),

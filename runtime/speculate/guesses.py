@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for as sampling_kernels
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.rejection import Drafted, draw_guesses
-from runtime.execute.slot_state import SlotColumns
+from runtime.execute.sampling.token_tables import TokenTables, bar, table_states
+from runtime.execute.slot_state import SlotColumns, SlotTables
+from runtime.execute.slots.feature import RowView
 from runtime.speculate.draft_kernels import kernels_for
 
 
@@ -176,14 +178,48 @@ class DrawnGuesses:
         return Proposed(self._head.target_ids(index_BQ), drafted=drafted)
 
 
+G = TypeVar("G", bound=Guesses)
+
+
+class AllowedGuesses(Generic[G]):
+    """Draft tokens of ``kind`` that may follow by the tables of their rows' grammars, whose states go along with the
+    tokens that are taken, at most ``count`` a row. ``make(head)``: guesses by a head, which is asked for one place at
+    a time."""
+
+    def __init__(
+        self, make: Callable[[DraftHead], G], head: DraftHead, grammars: TokenTables, rows_B: Tensor, count: int
+    ) -> None:
+        self._head, self._grammars, self._taken = head, grammars, 0
+        self._view = RowView(rows_B, rows_B.new_zeros(len(rows_B), count + 1))  # the last token, then the drafts
+        self._logits_RV = rows_B  # of the place that is asked for
+        self.kind = make(DraftHead(lambda hidden_RN: self._logits_RV, head.vocab, head.collectives, head.ids_V))
+
+    def take(self, hidden_BQN: Tensor) -> Tensor:
+        (batch, count), head, tokens_BW = hidden_BQN.shape[:2], self._head, self._view.tokens_BW
+        logits_BQV = head.logits(hidden_BQN.flatten(0, 1)).view(batch, count, -1)
+        taken = []
+        for place in range(count):
+            states_B = table_states(self._grammars, self._view)[:, self._taken]
+            where = self._view.slots_B, states_B, head.vocab.start, head.size, head.ids_V
+            self._logits_RV = bar(logits_BQV[:, place].contiguous(), self._grammars, *where)
+            taken.append(self.kind.take(hidden_BQN[:, place : place + 1]))
+            self._taken += 1
+            tokens_BW[:, self._taken].copy_(taken[-1][:, 0])
+        return _side_by_side(taken)
+
+    def proposed(self) -> Proposed:
+        return self.kind.proposed()
+
+
 class Drafter(ABC):
     """A proposer with weights: which kinds of drafts it gives is said here, how each comes about by a subclass.
-    ``head``: its LM head."""
+    ``head``: its LM head. ``tables``: of the slots."""
 
     name: str
     layers: tuple[int, ...] = ()
     reads_hidden: bool
     head: DraftHead
+    tables: SlotTables
 
     @abstractmethod
     def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
@@ -204,6 +240,18 @@ class Drafter(ABC):
         self.guess(rows_B, columns, count, guesses)
         return guesses.candidates()
 
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return self.guess(rows_B, columns, count, self.masked(LikeliestGuesses, rows_B, count))
+
+    def allowed_candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
+        """As ``candidates``, by the states along the best."""
+        guesses = self.masked(lambda head: BranchingGuesses(head, top_k), rows_B, count)
+        self.guess(rows_B, columns, count, guesses)
+        return guesses.kind.candidates()
+
+    def masked(self, make: Callable[[DraftHead], G], rows_B: Tensor, count: int) -> AllowedGuesses[G]:
+        return AllowedGuesses(make, self.head, self.tables.grammar_tables, rows_B, count)
+
 
 class ProbabilisticProposer:
     """``drafter``, whose drafts are sampled in steps in which some row draws at random."""
@@ -215,8 +263,16 @@ class ProbabilisticProposer:
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
         return self._drafter.propose(rows_B, columns, count)
 
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return self._drafter.allowed(rows_B, columns, count)
+
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
-        return self._drafter.guess(rows_B, columns, count, DrawnGuesses(self._drafter.head, columns, variant))
+        def drawn(head: DraftHead) -> Guesses:
+            return DrawnGuesses(head, columns, variant)
+
+        drafter = self._drafter
+        guesses = drafter.masked(drawn, rows_B, count) if variant.edits else drawn(drafter.head)
+        return drafter.guess(rows_B, columns, count, guesses)
 
     def room(self, rows: int, count: int) -> Drafted:
         head = self._drafter.head

@@ -78,7 +78,7 @@ class ChainProposer(Drafter):
     def __init__(
         self, parts: ProposerParts, draft: ChainDraft, head: DraftHead | None, embed: Callable[[Tensor], Tensor]
     ) -> None:
-        self._tables, self._draft, self._embed = parts.tables, draft, embed
+        self.tables, self._draft, self._embed = parts.tables, draft, embed
         self.head = head or DraftHead.of_target(parts.model)
         self._block_size = parts.limits.block_size
         state = SlotState({"hidden": ((parts.model.config.hidden_size,), parts.model.dtype)})
@@ -94,7 +94,7 @@ class ChainProposer(Drafter):
         """Each place is after the token that ``guesses`` continues with, of the place before: where it has several, one
         of them, whichever a path takes."""
         how = {"block_size": self._block_size, "positions": len(self._draft.cos_sin_LR)}
-        rows = chain_rows(self._tables, rows_B, columns, count, **how)
+        rows = chain_rows(self.tables, rows_B, columns, count, **how)
         state_BN, token_B = self._hidden_SN.index_select(0, rows_B), columns.last_token
         for number in range(count):
             inputs = rows.of_guess(number, token_B)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from runtime.execute.proposer import BranchingProposer, Candidates, MakeProposer, Observed, Proposed, ProposerParts
 from runtime.execute.slot_state import SlotColumns
+from runtime.speculate.guesses import Drafter
 
 FLOOR = -1e30  # in place of log-probabilities that are not finite: finite, and so are sums of 32 of them
 
@@ -34,8 +35,16 @@ class TreeProposer:
         self.name, self.layers, self.reads_hidden = proposer.name, proposer.layers, proposer.reads_hidden
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        found = self._proposer.candidates(rows_B, columns, self._depth, self._top_k)
-        tokens_BQ, parents_BQ = grow(found, count)
+        return self._grown(self._proposer.candidates, rows_B, columns, count)
+
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        """By the states along the most probable path: other nodes that may not follow are nodes in vain."""
+        proposer = self._proposer
+        find = proposer.allowed_candidates if isinstance(proposer, Drafter) else proposer.candidates
+        return self._grown(find, rows_B, columns, count)
+
+    def _grown(self, find: Callable[..., Candidates], rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        tokens_BQ, parents_BQ = grow(find(rows_B, columns, self._depth, self._top_k), count)
         return Proposed(tokens_BQ, parents_BQ=parents_BQ)
 
     def observe(self, observed: Observed) -> None:

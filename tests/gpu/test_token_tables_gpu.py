@@ -130,3 +130,24 @@ def test_states_and_newest_tokens_after_samples(vocab: int, width: int) -> None:
     assert torch.equal(there.grammars.rows_S4.cpu(), here.grammars.rows_S4)
     assert torch.equal(there.recent_SH.cpu(), here.recent_SH)
     assert not torch.equal(tables.rows_S4, here.grammars.rows_S4)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_of_a_drafters_logits(vocab: int, reduced: bool, dtype: torch.dtype) -> None:
+    """Of whole rows and of shards with padding, by draft ids and by those of the target."""
+    tables, draw = tables_of(vocab)
+    slots = torch.arange(ROWS) % SLOTS
+    states = torch.randint(2, STATES, (ROWS, 2), generator=draw, dtype=torch.int32)[:, 1]
+    ids = torch.randperm(vocab, generator=draw)[: vocab // 2] if reduced else None
+    size, there = vocab if ids is None else len(ids), moved(tables)
+    kernels = triton_kernels()
+    assert kernels is not None
+    for start in (0, size // 3):
+        logits = torch.randn(ROWS, size - start + 5, generator=draw).to(dtype)  # five columns of padding
+        wanted = reference.bar_in_torch(logits.clone(), tables, slots, states, start, size, ids)
+        there_ids = None if ids is None else ids.to(DEVICE)
+        where = slots.to(DEVICE), states.to(DEVICE), start, size, there_ids
+        assert torch.equal(kernels.bar(logits.to(DEVICE, copy=True), there, *where).cpu(), wanted)
+        assert wanted.isneginf().any(1).tolist() == [0 < slot < 7 for slot in slots.tolist()]

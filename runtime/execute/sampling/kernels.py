@@ -16,6 +16,7 @@ class SamplingKernels(NamedTuple):
     """Entry points of {draw,shares,logprobs,logit_edits,rejection,token_tables}_triton.py."""
 
     advance_edits: Callable[..., None]
+    bar: Callable[..., Tensor]
     best_candidates: Callable[..., Tensor]
     conclude: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     draw_guesses: Callable[..., tuple[Tensor, Tensor]]
@@ -50,6 +51,7 @@ def triton_kernels() -> SamplingKernels | None:
         return None
     return SamplingKernels(
         advance_edits=logit_edits_triton.advance_edits,
+        bar=token_tables_triton.bar,
         best_candidates=draw_triton.best_candidates,
         conclude=draw_triton.conclude,
         draw_guesses=rejection_triton.draw_guesses,

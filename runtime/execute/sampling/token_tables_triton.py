@@ -1,7 +1,7 @@
-"""Tables of grammars in Triton: how kernels read them, and the states of draft tokens in one launch.
+"""Tables of grammars in Triton: how kernels read them; states of draft tokens and masks of drafters, a launch each.
 
 Knows: the arithmetic of token_tables.py, which holds the torch references. Does not know: which requests have a table;
-masks and states after samples, which logit_edits_triton.py makes with all other edits.
+masks of samples and states after them, which logit_edits_triton.py makes with all other edits.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from runtime.execute.sampling.draw_triton import ANY_NUMBER, ANY_POINTER
 from runtime.execute.slots.feature import RowView
-from runtime.grammar_tables.token_table import START
+from runtime.grammar_tables.token_table import SINK, START
+
+_BLOCK = 4096
 
 
 @triton.jit
@@ -55,6 +57,26 @@ def _states_kernel(
         tl.store(states_ptr + node, state)
 
 
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
+def _bar_kernel(
+    logits_ptr, ids_ptr, pool_ptr, rows_ptr, slots_ptr, states_ptr, logits_stride, states_stride, vocab, vocab_start,
+    size, NOTHING: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    begin, following, classes = table_of(rows_ptr, tl.load(slots_ptr + row))
+    if classes > 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = column + vocab_start
+        inside = (column < vocab) & (token < size)
+        if HAS_IDS:
+            token = tl.load(ids_ptr + token, mask=inside, other=0).to(tl.int32)
+        state = tl.load(states_ptr + row * states_stride)
+        of = tl.load(pool_ptr + begin + token, mask=inside, other=0).to(tl.int32)
+        after = tl.load(pool_ptr + following + state * classes + of, mask=inside, other=0)
+        barred = inside & (after == NOTHING)
+        tl.store(logits_ptr + row * logits_stride + column, float("-inf"), mask=barred)
+
+
 def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
     """int32 [B, W]."""
     (pool_PE, rows_S4), tokens_BW = tables, view.tokens_BW
@@ -65,3 +87,19 @@ def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
         WIDTH=tokens_BW.shape[1], TREE=view.tree is not None, FIRST=START, num_warps=1,
     )  # fmt: skip
     return states_BW
+
+
+def bar(
+    logits_RV: Tensor, tables: tuple[Tensor, Tensor], slots_R: Tensor, states_R: Tensor, vocab_start: int, size: int,
+    ids_V: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """token_tables.bar. Logits and states may be strided by row."""
+    (pool_PE, rows_S4), (rows, vocab) = tables, logits_RV.shape
+    if logits_RV.stride(1) != 1:
+        raise ValueError(f"a drafter's logits have strides {logits_RV.stride()}: a row's must lie side by side")
+    _bar_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+        logits_RV, slots_R if ids_V is None else ids_V, pool_PE, rows_S4, slots_R, states_R, logits_RV.stride(0),
+        states_R.stride(0), vocab, vocab_start, size,
+        NOTHING=SINK, HAS_IDS=ids_V is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return logits_RV

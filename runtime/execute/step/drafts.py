@@ -29,7 +29,7 @@ from models.cache_layout import StateBanks
 from models.inputs import StateRows, Undecided
 from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.launch_spec import GREEDY
-from runtime.execute.proposer import Proposed, draws, guesses_for
+from runtime.execute.proposer import Proposed, draws, guesses_for, masks
 from runtime.execute.sampling.draft_tree import lay_out
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
@@ -72,8 +72,9 @@ class DraftTokens(DecodeTokens):
         self.drafted = memory.drafted(self._parts, drafts)
 
     def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
-        """Sampled draft tokens need temperature and filters."""
-        return SamplingVariant(random=True, filters=variant.filters) if draws(self._proposer, variant) else GREEDY
+        """Sampled draft tokens need temperature and filters; tables of grammars are among edits."""
+        kind = SamplingVariant(random=True, filters=variant.filters) if draws(self._proposer, variant) else GREEDY
+        return replace(kind, edits=masks(self._proposer, variant))
 
     def propose(self, rows: int, variant: SamplingVariant) -> None:
         staged = self._parts.staging.padded_chunks(rows)

@@ -250,6 +250,14 @@ def grammar_tables(driver: CompilingDriver) -> None:
         slots_B, tokens_BW = made(batch, dtype=torch.int64), made(batch, width, dtype=torch.int64)
         token_tables_triton.table_states(grammars, RowView(slots_B, tokens_BW, nodes))
         logit_edits_triton.advance_edits(tables, slots_B, tokens_BW, made(batch))
+    of_drafter = (
+        made(batch, vocab, dtype=torch.bfloat16),
+        grammars,
+        made(batch, dtype=torch.int64),
+        made(batch, 8)[:, 1],
+    )
+    for ids_V in (None, made(vocab, dtype=torch.int64)):
+        token_tables_triton.bar(*of_drafter, 0, vocab, ids_V)
 
 
 def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:
