@@ -151,7 +151,7 @@ def _finish_row(
         result = (h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + where, result, mask=mask)
     if CODES > 0:
-        store_codes(result[None, :], row + tl.arange(0, 1), 0, codes_ptr, scale_ptr, pitch, row + 1, N, CODES)
+        store_codes(result, row, 0, codes_ptr, scale_ptr, pitch, N, CODES)
 
 
 @triton.jit(do_not_specialize=["rows", "parts_apart"])

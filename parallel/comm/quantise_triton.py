@@ -24,18 +24,17 @@ def quantised(x):
 
 
 @triton.jit
-def store_codes(x, rows, first, codes_ptr, scale_ptr, pitch, M, K, GROUP: tl.constexpr):
-    """Quantises x [rows, columns], in the dtype of activations: columns from ``first`` on of ``rows`` of [M, K].
+def store_codes(x, row, first, codes_ptr, scale_ptr, pitch, K, GROUP: tl.constexpr):
+    """Quantises x [columns], in the dtype of activations: columns from ``first`` on of ``row`` of [M, K].
 
-    There are a multiple of GROUP columns, a power of two, or GROUP, padded with zeros to a power of two.
+    There are a multiple of GROUP columns, a power of two, or GROUP, padded with zeros to a power of two. Not [1,
+    columns]: with such an axis Triton 3.6 takes 93 shuffles for 4,096 columns instead of 16.
     """
-    width: tl.constexpr = GROUP if x.shape[1] >= 2 * GROUP else x.shape[1]
-    groups: tl.constexpr = x.shape[1] // width
-    codes, scales = quantised(tl.reshape(x, (x.shape[0], groups, width)))
-    group, within = tl.arange(0, groups), tl.arange(0, width)
-    columns = first + group[:, None] * width + within[None, :]
-    there = (rows < M)[:, None, None] & (columns < K)[None, :, :]
-    tl.store(codes_ptr + rows.to(tl.int64)[:, None, None] * K + columns[None, :, :], codes, mask=there)
+    width: tl.constexpr = GROUP if x.shape[0] >= 2 * GROUP else x.shape[0]
+    groups: tl.constexpr = x.shape[0] // width
+    codes, scales = quantised(tl.reshape(x, (groups, width)))
+    group = tl.arange(0, groups)
+    columns = first + group[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(codes_ptr + row.to(tl.int64) * K + columns, codes, mask=columns < K)
     number = first // GROUP + group
-    mask = (rows < M)[:, None] & (number * GROUP < K)[None, :]
-    tl.store(scale_ptr + number[None, :].to(tl.int64) * pitch + rows[:, None], scales, mask=mask)
+    tl.store(scale_ptr + number.to(tl.int64) * pitch + row, scales, mask=number * GROUP < K)

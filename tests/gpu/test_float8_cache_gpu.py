@@ -135,10 +135,11 @@ def test_prompts_and_the_deterministic_mode(kernels: Nvidia, invariant: Invarian
     assert torch.equal(one, found[[899, 1099, 1100]])
 
 
-def test_folded_into_attention(kernels: Nvidia) -> None:
-    """The newest key is read as the cache holds it."""
-    pages = Pages([1, 700, 64, 65])
-    qkv, norms = randn(4, (HEADS + 2 * KV_HEADS) * DIM), randn(2, DIM)
+@pytest.mark.parametrize("rows", [4, 32, 128])
+def test_folded_into_attention(kernels: Nvidia, rows: int) -> None:
+    """The newest key is read as the cache holds it; by pointers, and by TMA with two warps and with one."""
+    pages = Pages([1, 700, 64, 65] * (rows // 4))
+    qkv, norms = randn(rows, (HEADS + 2 * KV_HEADS) * DIM), randn(2, DIM)
     at = pages.lengths.long() - 1
     slots = torch.stack([pages.slots(row, int(length))[-1] for row, length in enumerate(pages.lengths)])
     turn = Rotation(norms[0], norms[1], 1e-6, torch.randn(2048, DIM, device=DEVICE), at, slots)

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_merge import finish_unit, merge_splits
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, SplitRule, splits_of_rows
+from models.kernels.attention.kv_element import numbers_of_pairs
 from models.kernels.attention.query import (
     block_to_l2,
     capped,
@@ -63,7 +64,11 @@ def by_pointers(
         bound = length - QUERY_LEN + 1 + depth_in_tree(nodes, QUERY_LEN) - WINDOW
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    PAIRS: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv  # of values, with sums of even and of odd dims
+    WIDE: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
+    if PAIRS:
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int16))
+    acc, odd = tl.zeros((ROWS, WIDE), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
     # Counted from 0: where nothing but the bounds of a loop within depends on a value, Triton 3.6 takes that of the
     # first round for all (its pull request 9036), and ``keys_each`` would be such a value.
     for block in tl.range(0, blocks, num_stages=STAGES):
@@ -92,8 +97,17 @@ def by_pointers(
         scores = tl.where(seen, scores, -float("inf"))
         weights, peak, decay = weights_of_keys(scores, peak, 1)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values_ptr + where, mask=mask, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if PAIRS:
+            pairs = tl.arange(0, WIDE)
+            where = (slots * K + head)[:, None] * (D // 2) + pairs[None, :]
+            mask = there[:, None] & (pairs < D // 2)[None, :]
+            v, second = numbers_of_pairs(tl.load(values_ptr + where, mask=mask, other=0))
+            odd = tl.dot(weights.to(q.dtype), second.to(q.dtype), odd * decay[:, None], input_precision="ieee")
+        else:
+            v = tl.load(values_ptr + where, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), (ROWS, BLOCK_D))
     return acc, peak, total
 
 

@@ -119,8 +119,6 @@ class DecodeChoice:
         by_tma = _by_tma(pairs, inputs.query_len) if tuned is None else tuned.tma
         if self.pdl and by_tma and listed and not every_split:  # the same GPUs have TMA and dependent launches
             blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
-            if kv_layer.dtype == FP8:  # one warp would spill: codes are converted in registers
-                blocks = *blocks[:2], max(2, blocks[2])
             if supports_tma(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * max(2, kv_layer.element_size())  # as in products

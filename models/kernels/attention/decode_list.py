@@ -34,6 +34,7 @@ from models.inputs import DecodeAttention
 from models.kernels.attention.decode import by_pointers
 from models.kernels.attention.decode_merge import finish_unit, merged_at_once, unit_of
 from models.kernels.attention.decode_work import MERGED_AT_ONCE, DecodeWork
+from models.kernels.attention.kv_element import numbers_of_pairs
 from models.kernels.attention.query import (
     block_to_l2,
     first_key,
@@ -61,8 +62,7 @@ def _plus_values(v, weights, even, odd, decay, PAIRS: tl.constexpr):
     """Sums [D, ROWS] of values [BLOCK_N, D] by weights [BLOCK_N, ROWS], added to ``even``, times ``decay``. PAIRS: of
     float8 codes, int16 [BLOCK_N, D / 2], which turns faster than single bytes; even dims and odd dims apart."""
     if PAIRS:
-        low = v.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        high = (v >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        low, high = numbers_of_pairs(v)
         even = tl.dot(tl.trans(low), weights.to(tl.float16), even * decay[None, :])
         odd = tl.dot(tl.trans(high), weights.to(tl.float16), odd * decay[None, :])
     else:

@@ -21,7 +21,7 @@ from parallel.layers.weight import Weight
 
 @triton.jit
 def _quantise_kernel(
-    x_ptr, codes_ptr, scale_ptr, pitch, M, N,
+    x_ptr, codes_ptr, scale_ptr, pitch, N,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(1) * BLOCK
@@ -29,11 +29,11 @@ def _quantise_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0) + tl.arange(0, 1)
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * N + columns[None, :], mask=(columns < N)[None, :], other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)
     if CAP > 0:  # NaN stays NaN
         x = tl.where(x > CAP, CAP, tl.where(x < -CAP, -CAP, x))
-    store_codes(x, row, first, codes_ptr, scale_ptr, pitch, M, N, GROUP)
+    store_codes(x, row, first, codes_ptr, scale_ptr, pitch, N, GROUP)
 
 
 def group_of(weight: Weight) -> int:
@@ -55,7 +55,7 @@ def quantise(x_MK: Tensor, group: int, pdl: bool, into: Quantised | None = None,
     if tokens:
         SEPARATE.count += 1
         _quantise_kernel[tokens, triton.cdiv(inner, block)](
-            x_MK, *made.memory, tokens, inner,
+            x_MK, *made.memory, inner,
             GROUP=group, BLOCK=block, CAP=cap or 0.0, PDL=pdl, num_warps=max(4, min(16, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
     return made

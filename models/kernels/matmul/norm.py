@@ -49,8 +49,7 @@ def _rms_norm_kernel(
     if NUMBERS:
         tl.store(out_ptr + row + cols, out, mask=mask)
     if GROUP > 0:
-        rows = tl.program_id(0) + tl.arange(0, 1)
-        store_codes(out[None, :], rows, 0, codes_ptr, scale_ptr, pitch, tl.num_programs(0), N, GROUP)
+        store_codes(out, tl.program_id(0), 0, codes_ptr, scale_ptr, pitch, N, GROUP)
 
 
 @triton.jit
@@ -98,8 +97,7 @@ def _silu_mul_kernel(
     if GROUP == 0:
         tl.store(out_ptr + row * width + cols, out, mask=mask)
     else:
-        rows = tl.program_id(0) + tl.arange(0, 1)
-        store_codes(out[None, :], rows, first, out_ptr, scale_ptr, pitch, tl.num_programs(0), width, GROUP)
+        store_codes(out, row, first, out_ptr, scale_ptr, pitch, width, GROUP)
 
 
 @triton.jit

@@ -60,8 +60,7 @@ def _sigmoid_mul_kernel(
     if GROUP == 0:
         tl.store(out_ptr + row + cols, out, mask=mask)
     else:
-        rows = tl.program_id(0) + tl.arange(0, 1)
-        store_codes(out[None, :], rows, first, out_ptr, scale_ptr, pitch, tl.num_programs(0), width, GROUP)
+        store_codes(out, tl.program_id(0), first, out_ptr, scale_ptr, pitch, width, GROUP)
 
 
 @triton.jit

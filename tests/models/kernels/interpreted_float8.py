@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,20 @@ def _convert_float8(data: Any, held: Any, wanted: Any, rounding: Any) -> Any:
     return values.view(FP8).to(getattr(torch, {"fp16": "float16", "fp32": "float32"}[str(wanted)])).numpy()
 
 
+def _numbers_of_pairs(
+    self: Any, assembly: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
+) -> Any:
+    """decode_list.py's assembly, of two int16 a register: what prmt puts where, and what is converted."""
+    assert ("prmt.b32 codes, $2, 0, 0x3120;" in assembly, constraints, pack) == (True, "=r,=r,r", 2)
+    registers = np.ascontiguousarray(values[0].data).view(np.uint8).reshape(-1, 4)
+    places = registers[:, [0x3120 >> 4 * n & 0xF for n in range(4)]]
+    found = (torch.from_numpy(places[:, n : n + 2].copy()).view(FP8).half().numpy() for n in (0, 2))
+    handles = [interpreter.TensorHandle(one.reshape(values[0].data.shape), tl.float16) for one in found]
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
 interpreter._convert_float = _convert_float8
+interpreter.InterpreterBuilder.create_inline_asm = _numbers_of_pairs
 REFERENCE = reference_kernels()
 CASES = (  # heads, kv heads, dim, page, dtype of queries
     (4, 2, 16, 16, torch.float32),
