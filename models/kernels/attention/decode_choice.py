@@ -54,6 +54,7 @@ _PROGRAMS_EACH = 32  # of a multiprocessor: programs of balanced attention where
 _PROGRAMS_OF_FEW = 16  # the same with fewer than _FEW_LISTED pairs
 _PROGRAMS_OF_MIXED_WINDOWS = 8
 _TMA_BLOCK = 32  # keys
+_FP8_PROGRAMS = 4  # of a multiprocessor at least, of single tokens over a float8 cache: blocks of half as many bytes
 _WINDOW_BLOCK = 64  # keys, of windows over a list
 _WINDOW_LONGEST = 2048  # keys of a split of theirs
 _TALLEST_OF_MANY_WARPS = 256 * 256  # bytes of query rows
@@ -118,7 +119,8 @@ class DecodeChoice:
         every_split = self.without_list(inputs, heads, kv_layer)
         by_tma = _by_tma(pairs, inputs.query_len) if tuned is None else tuned.tma
         if self.pdl and by_tma and listed and not every_split:  # the same GPUs have TMA and dependent launches
-            blocks = _tma_blocks(query_rows, _warps_by_tma(inputs, pairs)) if tuned is None else tuned.blocks
+            warps = 1 if kv_layer.dtype == FP8 else _warps_by_tma(inputs, pairs)
+            blocks = _tma_blocks(query_rows, warps) if tuned is None else tuned.blocks
             if supports_tma(heads, kv_layer, inputs, blocks[0]):
                 return True, blocks
         row_bytes = padded_dim(head_dim) * max(2, kv_layer.element_size())  # as in products
@@ -192,6 +194,8 @@ class DecodeChoice:
             longest = _longest_by_tma(pairs, inputs.query_len)
             if pairs < _FEW_LISTED and inputs.query_len == 1:
                 splits = _MOST_OF_FEW
+            if kv_layer.dtype == FP8 and inputs.query_len == 1:
+                fewest = max(fewest, _FP8_PROGRAMS * self.traits.multiprocessors // pairs)
         return choose_rule(
             rows, kv_heads, query_rows, head_dim, inputs.max_kv_length,
             block=block_n, longest=longest, fewest=fewest, most=splits, room=self.room,

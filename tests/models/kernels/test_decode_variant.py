@@ -10,6 +10,7 @@ import torch
 from models.inputs import DecodeAttention
 from models.kernels.attention.decode_variant import DecodeShape, DecodeVariant, candidate_variants, nearest_variant
 from models.kernels.traits import H200
+from models.kv_group import FP8
 
 TMA, FEW, MANY = DecodeVariant(True, 32, 3, 1), DecodeVariant(False, 64, 5, 4), DecodeVariant(False, 32, 5, 2)
 SHAPE = DecodeShape(256, 4, 128, torch.bfloat16)
@@ -66,6 +67,22 @@ def test_a_variant_of_the_table_is_what_runs_where_it_fits() -> None:
         assert launched(variant) == (False, variant.blocks)
     assert launched(DecodeVariant(False, 256, 5, 8)) == launched(None, listed=False), "it does not fit"
     assert launched(TMA, head_dim=80)[0] is False, "TMA does not take such heads"
+
+
+@pytest.mark.parametrize(("rows", "fewest"), [(8, 8), (16, 4), (32, 2), (64, 1), (256, 1)])
+def test_tokens_over_a_float8_cache_have_splits_for_every_multiprocessor(rows: int, fewest: int) -> None:
+    """Of one warp each, unless rows may be absent; a bfloat16 cache keeps the table's."""
+    pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or from pip")
+    from models.kernels.attention.decode_choice import DecodeChoice
+
+    choice, lengths = DecodeChoice(H200, True, {}, 1 << 30), torch.ones(rows, dtype=torch.int32)
+    inputs = DecodeAttention(lengths.new_zeros(rows, 64), lengths, 1, 4096)
+    wide = torch.empty(2, 1, 64, 8, 128, dtype=torch.bfloat16)
+    narrow = wide.to(FP8)
+    assert [choice.rule(inputs, 32, cache).fewest for cache in (narrow, wide)] == [fewest, 1]
+    assert choice.rule(dataclasses.replace(inputs, skip_empty=True), 32, narrow).fewest == 1
+    assert choice.variant(inputs, 32, narrow) == (True, (32, 3, 1))
+    assert choice.variant(inputs, 32, wide) == (True, (32, 3, 2 if rows in (32, 64) else 1))
 
 
 def test_candidates_are_distinct_and_have_the_variants_in_use() -> None:
