@@ -72,14 +72,13 @@ def test_torch_takes_the_variables() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("width", "tests"),
-    [("default", (GOLDEN, DEEP, ALONE)), pytest.param("avx2", (DEEP, ALONE), marks=pytest.mark.long)],
-    ids=("default", "avx2"),
+    ("width", "tests"), [("default", (GOLDEN, DEEP, ALONE)), ("avx2", (DEEP, ALONE))], ids=("default", "avx2")
 )
 def test_answers_hold_under_another_width(width: str, tests: tuple[str, ...]) -> None:
-    """The few tests whose answers hang most on the last bits of sums, in every `make test`; the others run by hand."""
+    """The few tests whose answers hang most on the last bits of sums; the others: `make test-all PART=portable`."""
     if width == OWN_WIDTH or width not in widths_of(OWN_WIDTH):
         pytest.skip(f"{width}: this CPU has {OWN_WIDTH}, in which all tests run, and narrower ones")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

@@ -71,7 +71,7 @@ def without_proposals() -> tuple[RequestOutput, ...]:
 @pytest.mark.parametrize(
     "keys",
     [
-        NGRAM,
+        pytest.param(NGRAM, marks=pytest.mark.long),
         {**MTP, "tree_size": 8},
         *(pytest.param(keys, marks=pytest.mark.long) for keys in (MTP, DFLASH, {**DFLASH, "tree_size": 16})),
     ],

@@ -15,10 +15,10 @@ ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
 @pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_by_name_or_loads_what_it_holds(tmp_path: Path) -> None:
-    outcomes = fuzz(tmp_path, 0, 15 * len(KINDS))
-    assert outcomes.total() == 15 * len(KINDS)
-    assert outcomes["harmless loaded"] == outcomes["other_values loaded"] == 15
-    assert outcomes["cut_in_header refused"] == outcomes["leads_out refused"] == 15
+    outcomes = fuzz(tmp_path, 0, 8 * len(KINDS))
+    assert outcomes.total() == 8 * len(KINDS)
+    assert outcomes["harmless loaded"] == outcomes["other_values loaded"] == 8
+    assert outcomes["cut_in_header refused"] == outcomes["leads_out refused"] == 8
 
 
 def test_the_fuzzer_bites(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_no_bytes_can_raise(data: bytes) -> None:
         ),
     )
 )
-@settings(derandomize=True, max_examples=300, deadline=None, database=None)
+@settings(derandomize=True, max_examples=150, deadline=None, database=None)
 def test_whatever_the_fields_hold_a_request_that_passes_is_legal(fields: dict[str, Any]) -> None:
     for item in read(json.dumps(fields).encode()):
         if isinstance(item, PreparedRequest):

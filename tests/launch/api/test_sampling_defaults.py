@@ -152,10 +152,11 @@ def test_a_program_that_does_not_say_gets_the_folder_s_too(tmp_path: Path) -> No
     [
         {"temperature": 0.6, "top_p": 0.95},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
-        {"temperature": 0.7, "repetition_penalty": 1.05},
         {"temperature": 0.0, "repetition_penalty": 1.1},
-        {"temperature": 0.9},
-        {},
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ({"temperature": 0.7, "repetition_penalty": 1.05}, {"temperature": 0.9}, {})
+        ),
     ],
     ids=str,
 )

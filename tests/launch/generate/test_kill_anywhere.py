@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_whenever_it_is_killed_it_ends_as_if_it_had_not_been() -> None:
     """A program of its own, because runs are forked and pytest's process has threads."""

@@ -24,7 +24,7 @@ def test_requests_aborts_and_broken_bytes_leave_nothing_behind() -> None:
     assert ended["most waiting"] <= 40
 
 
-@pytest.mark.slow
+@pytest.mark.long  # two of them answer in test_processes.py
 def test_two_api_processes_share_the_work_and_the_counts() -> None:
     async def body() -> None:
         async with soak.target("fake", "--api-processes", "2") as server:

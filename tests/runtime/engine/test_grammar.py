@@ -92,6 +92,7 @@ def test_answers_are_texts_of_their_grammars_and_the_same_at_every_depth(depth: 
     same(life, oracle(requests, grammars=GRAMMARS) if depth else life)
 
 
+@pytest.mark.long  # and at more widths and depths: test_grammar_masks.py
 def test_in_draft_windows() -> None:
     """Its row gains a token a step, others up to four."""
     requests = mixture()
@@ -105,6 +106,7 @@ def test_in_draft_windows() -> None:
         assert life.counters["spec_num_accepted_tokens"] > 0
 
 
+@pytest.mark.long  # and with windows: test_grammar_masks.py
 def test_ranks_that_share_the_vocabulary_draw_the_same() -> None:
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)

@@ -285,6 +285,7 @@ def test_each_group_has_snapshots_of_its_own(family: str, windows: bool) -> None
     assert all(counters["snapshot_restores"] >= 2 for counters in lives.counters)
 
 
+@pytest.mark.parametrize("chunks", ["captured", long("launched"), long("in turns")], indirect=True)
 def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLimits) -> None:
     requests = [request(i, range(3 + i, 20 + i), max_tokens=6, stops=()) for i in range(3)]
     lives = Lives([{0: requests}, {}], **within(chunks, depth=2))
@@ -295,6 +296,7 @@ def test_a_group_that_never_has_a_request_takes_part_in_everything(chunks: RigLi
     assert lives.counters[0]["graph_captures_after_warmup"] == 0
 
 
+@pytest.mark.parametrize("chunks", ["captured", long("launched"), long("in turns")], indirect=True)
 def test_a_prefill_leaves_the_others_in_their_graphs(chunks: RigLimits) -> None:
     """One group decodes without a break while long prompts come in at the other; nothing is captured for it."""
     steady = [request(0, range(5, 12), max_tokens=40, stops=())]

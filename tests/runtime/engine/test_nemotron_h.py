@@ -59,7 +59,7 @@ def test_chunks_of_any_length_give_the_same_logprobs(chunk: int) -> None:
     same(life, oracle(requests, shape=_Frozen.of(NEMOTRON)))
 
 
-@pytest.mark.parametrize("depth", [long(0), 2, long(4)])
+@pytest.mark.parametrize("depth", [long(0), long(2), long(4)])  # of all families: test_lives.py
 def test_state_of_free_slots_and_of_the_null_slot_reaches_nobody(depth: int) -> None:
     requests = mixture(11)
     with rig(shape=NEMOTRON, depth=depth) as engine:
@@ -121,7 +121,7 @@ def test_a_slot_is_cleared_for_whom_it_is_given_next(depth: int) -> None:
     assert found == serial
 
 
-@pytest.mark.parametrize("ranks", [long(2), 4])
+@pytest.mark.parametrize("ranks", [2, long(4)])
 def test_ranks_share_heads_and_replicate_groups(ranks: int) -> None:
     """Four ranks over two groups: each group's B and C twice, and a norm over two ranks' channels."""
     requests = mixture(3, count=8)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product, starmap
 from typing import Any
 
 import pytest
@@ -58,7 +59,10 @@ def replays(engine: Engine) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.parametrize(("depth", "model"), covering((0, *DEPTHS), [*SHAPES], at_once=1))
+@pytest.mark.parametrize(
+    ("depth", "model"),
+    [(0, "sparse"), (4, "hybrid"), *starmap(long, product((0, *DEPTHS), SHAPES))],
+)
 def test_replayed_steps_give_the_tokens_of_launched_ones(
     depth: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +206,7 @@ def test_windows_beside_chunks_have_a_table_of_their_own(monkeypatch: pytest.Mon
     assert set(widths(life)) == {1, 4}, "two roles take turns"
 
 
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", [long(False), True])
 def test_groups_whose_rows_all_decode_bring_an_empty_table(windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as a step may have, in a step of no token more, while another group prefills."""
     steady = [request(i, (5 + i, 6, 7, 5, 6, 7, 5), max_tokens=90, stops=()) for i in range(8)]

@@ -33,7 +33,12 @@ KINDS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OFTEN = ("two ranks, told late", "two groups", "recurrent state", "a drafter")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.long) for kind in KINDS]
+)
 def test_what_comes_behind_it_is_computed_again(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens, and as many computed as at first, while another request with the same prompt runs on."""
     make, limits = KINDS[kind]

@@ -268,7 +268,7 @@ def test_every_round_gains_the_same_at_any_depth_and_on_any_ranks() -> None:
         assert whole_lives(ngram(6), 2, over=over).rounds == serial.rounds
 
 
-@pytest.mark.long  # with weights: test_drafted.py, test_own_mtp.py
+@pytest.mark.long  # with weights: test_drafted.py
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks() -> None:
     """As reference kernels compute it."""
     requests = repeating(4, temperature=0.2, max_tokens=24)

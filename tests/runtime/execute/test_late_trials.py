@@ -385,7 +385,7 @@ def test_windows_of_an_mtp_layer_give_the_same_tokens(
     assert trials.most("mixed window of 4 tail") > 2 * trials.most("prefill tail")
 
 
-@pytest.mark.parametrize("of", ["ranks", "groups"])
+@pytest.mark.parametrize("of", [pytest.param("ranks", marks=pytest.mark.long), "groups"])
 def test_two_try_together(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sum, or exchange, of a trial waits for the other's, when kernels are compiled ahead of it, too."""
     requests = repeating(4, **LATE)

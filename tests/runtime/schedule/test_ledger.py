@@ -244,7 +244,9 @@ def test_rows_of_one_length_do_not_all_need_their_blocks_in_one_step() -> None:
     engine.finish()
 
 
-@pytest.mark.parametrize(("rows", "most"), [(8, 1 / 20), (32, 1 / 20), (128, 1 / 10)])
+@pytest.mark.parametrize(
+    ("rows", "most"), [(8, 1 / 20), (32, 1 / 20), pytest.param(128, 1 / 10, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("width", [1, 4])
 def test_few_steps_give_blocks_to_rows_of_all_lengths(rows: int, most: float, width: int) -> None:
     """One row or another needs a block in every step; those that need one soon get it with whoever needs it now."""

@@ -10,6 +10,7 @@ a test scripts (tests/runtime/engine/test_deterministic.py).
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,15 @@ from tests.runtime.engine.same_bits import Answers, answers, difference, plainly
 from tests.runtime.speculate.recorded import SHAPE
 from tests.runtime.speculate.test_drafted import people
 from tests.runtime.speculate.test_drafted_lives import drafter_of
-from tests.selection import covering
 
 WIDTH = 4
 TREE = 7
 KINDS = (("ngram", 0), ("mtp", 0), ("mtp", TREE), ("dflash", 0), ("dflash", TREE), ("eagle3", 0), ("eagle3", TREE))
+OFTEN = ((("mtp", TREE), torch.bfloat16), (("dflash", 0), torch.float32), (("eagle3", 0), torch.bfloat16))
+CASES = [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
+    for case in product(KINDS, (torch.float32, torch.bfloat16))
+]
 
 
 def asked() -> list[Request]:
@@ -57,7 +62,7 @@ def proposer_of(kind: str, tree: int, folder: Path) -> MakeProposer:
     return drafter_of(kind, WIDTH, folder, top_k=3 if tree else 0)
 
 
-@pytest.mark.parametrize(("of_kind", "dtype"), covering(KINDS, (torch.float32, torch.bfloat16), at_once=1), ids=str)
+@pytest.mark.parametrize(("of_kind", "dtype"), CASES, ids=str)
 def test_real_guesses_change_no_bit(of_kind: tuple[str, int], dtype: torch.dtype, tmp_path: Path) -> None:
     """Two rows of four requests, so that later prompts come in chunks beside windows."""
     kind, tree = of_kind

@@ -140,7 +140,7 @@ def test_two_ranks_guess_as_one(tmp_path: Path) -> None:
     assert head.rounds == rounds
 
 
-@pytest.mark.long  # of other drafters: test_drafted.py, test_own_mtp.py
+@pytest.mark.long  # of other drafters: test_drafted.py
 @pytest.mark.parametrize("tree", [0, 12], ids=["chain", "tree"])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     tree: int, tmp_path: Path

@@ -89,8 +89,8 @@ def test_two_ranks_guess_as_one(family: str, whole: bool, tmp_path: Path) -> Non
     assert layers[-1].mlp.experts.gate_up.data.shape == held[family], "with two parts of the shared expert beside eight"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tree"), [pytest.param("qwen3-next", 0, marks=pytest.mark.long), ("qwen3.5", 12)])
+@pytest.mark.long  # of a separate checkpoint: test_drafted.py
+@pytest.mark.parametrize(("family", "tree"), [("qwen3-next", 0), ("qwen3.5", 12)])
 def test_every_round_gains_the_same_in_float32_at_any_depth_and_on_one_two_and_four_ranks(
     family: str, tree: int, tmp_path: Path
 ) -> None:
