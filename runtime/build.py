@@ -333,8 +333,10 @@ def _executor_config(
 
 
 def warm_variants(kinds: Sequence[str], ranks: int) -> tuple[SamplingVariant, ...]:
-    """What is captured for ``kinds``. Ranks that share a row's vocabulary filter it in two forms: see ``unbounded``."""
-    bounded = [WARM_VARIANTS[kind] for kind in kinds]
+    """What is captured for ``kinds``. Edits are made in two forms: see ``biases``; and ranks that share a row's
+    vocabulary filter it in two: see ``unbounded``."""
+    named = [WARM_VARIANTS[kind] for kind in kinds]
+    bounded = (form for variant in named for form in (variant, replace(variant, biases=variant.edits)))
     both = (form for variant in bounded for form in (variant, replace(variant, unbounded=variant.filters)))
     return tuple(dict.fromkeys(form.on_ranks(ranks) for form in both))
 
