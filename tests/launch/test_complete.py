@@ -131,7 +131,7 @@ def test_a_prompt_that_cannot_be_served_is_refused() -> None:
 def test_what_cannot_be_served_is_refused_by_name(prompts: Any, sampling: Any, words: str) -> None:
     torch.set_num_threads(1)
     with pytest.raises(RequestError, match=words):
-        complete(CONFIG, prompts, sampling)
+        complete(replace(CONFIG, max_num_seqs=1), prompts, sampling)
 
 
 def test_lengths_beyond_the_context_are_cut_to_it() -> None:

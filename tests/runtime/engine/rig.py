@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
+from models.dummy import DummyTensor
 from models.fp8_load import quantised_at_load
 from models.ops.select import select_kernels
 from models.registry import config_from_dict, config_from_folder
@@ -122,6 +123,22 @@ class RigPlace(TypedDict, total=False):
     groups: StepAgreement | None
     control: ControlPlane | None
     assignment: LoadBalancer | None
+
+
+_values, _made = DummyTensor._values, dict[Any, torch.Tensor]()
+
+
+def _values_once(tensor: DummyTensor, ranges: tuple[slice, ...]) -> torch.Tensor:
+    """Engines of a process over one model read the same values."""
+    key = tensor._key, tensor._centre, tensor._rows, *((one.start, one.stop) for one in ranges)
+    if (made := _made.get(key)) is None:
+        made = _values(tensor, ranges)
+        if made.device.type == "cpu" and made.numel() < 1 << 16:
+            _made[key] = made
+    return made
+
+
+DummyTensor._values = _values_once  # type: ignore[method-assign,assignment]
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def no_stop() -> None:
     pass
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_end_of_another_group_leaves_nothing_that_keeps_rank_0_awake(depth: int) -> None:
     """Its ghost rows land when its end has been told: what they say comes behind the last turn."""
     stop, meeting = stop_of_the_second(), Meeting(2)
