@@ -127,11 +127,18 @@ def first_calls(deltas: list[Delta], most: int | None) -> list[Delta]:
 
 
 def joined(deltas: Iterable[Delta]) -> Delta:
-    """Several as one: text before a call, and pieces of calls in their order."""
+    """Several as one: text before a call, and one piece of each call, which clients take an entry for."""
     found: Delta = {}
     for delta in deltas:
         for name, value in delta.items():
-            found[name] = found[name] + value if name in found else value
+            if name != "tool_calls":
+                found[name] = found.get(name, "") + value
+        for call in delta.get("tool_calls", ()):
+            calls = found.setdefault("tool_calls", [])
+            if not calls or calls[-1]["index"] != call["index"]:
+                calls.append({**call, "function": dict(call["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
     return found or {"content": ""}
 
 

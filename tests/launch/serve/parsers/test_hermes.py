@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.serve.parsers.answer_parser import AnswerParser
-from launch.serve.parsers.deltas import Delta, first_calls, merged
+from launch.serve.parsers.deltas import Delta, first_calls, joined, merged
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"</x>", "b": [1, {"c": 2}]}}\n</tool_call>'
 ARGUMENTS = {"a": '}"</x>', "b": [1, {"c": 2}]}
@@ -184,3 +184,23 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(data: st.DataObject) -
     assert (again, pieces.calls) == (content, whole.calls)
     assert [one["function"] for one in calls_again] == [one["function"] for one in calls]
     assert calls or (content or "") == text
+
+
+def test_a_chunk_has_one_piece_of_a_call() -> None:
+    """openai 2.54.0 takes each entry of a stream's first chunk for a call."""
+    deltas: list[Delta] = [
+        {"content": "a"},
+        {"content": "b"},
+        {"tool_calls": [{"index": 0, "id": "x", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+        {"tool_calls": [{"index": 1, "id": "y", "type": "function", "function": {"name": "g", "arguments": ""}}]},
+    ]
+    found = joined(deltas)
+    assert found["content"] == "ab"
+    assert [(call["index"], call["function"]["arguments"]) for call in found["tool_calls"]] == [(0, "{}"), (1, "")]
+    assert joined(deltas[3:]) == {
+        "tool_calls": [{"index": 0, "function": {"arguments": "{}"}}, deltas[5]["tool_calls"][0]]
+    }
+    assert merged([found]) == merged(deltas)
+    assert joined([]) == {"content": ""}
