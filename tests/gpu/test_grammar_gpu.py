@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from runtime.build import warm_variants
+from runtime.execute import proposer
 from runtime.execute.device.cuda import CudaDevice
+from runtime.execute.step import drafts
 from runtime.grammar import Grammars
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
@@ -20,6 +24,7 @@ from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.test_depths import outcome
 from tests.runtime.engine.test_grammar_masks import grammars_change_no_bit
+from tests.runtime.speculate.recorded import Drafter
 
 pytestmark = pytest.mark.gpu
 
@@ -51,8 +56,8 @@ def test_a_row_gains_one_token_of_a_draft_window() -> None:
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     requests = on_cpu.mixture()
     rule = Speculation(4, mixed_percent=0)
-    proposer = proposer_for(speculative_config(keys))
-    with gpu_rig(depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, proposer=proposer, speculation=rule) as engine:
+    lookup = proposer_for(speculative_config(keys))
+    with gpu_rig(depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, proposer=lookup, speculation=rule) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["spec_num_accepted_tokens"] > 0
 
@@ -86,8 +91,8 @@ def test_tables_give_the_tokens_of_the_host() -> None:
 def test_tables_in_draft_windows(tabled: Grammars) -> None:
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     requests = on_cpu.mixture(18)
-    rule, proposer = Speculation(4, mixed_percent=0), proposer_for(speculative_config(keys))
-    with gpu_rig("triton", depth=2, shape=OVER, grammars=tabled, proposer=proposer, speculation=rule) as engine:
+    rule, lookup = Speculation(4, mixed_percent=0), proposer_for(speculative_config(keys))
+    with gpu_rig("triton", depth=2, shape=OVER, grammars=tabled, proposer=lookup, speculation=rule) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["grammar_tabled"] >= 6
 
@@ -104,3 +109,24 @@ def test_a_warm_table_captures_nothing_late(tabled: Grammars) -> None:
     with gpu_rig("triton", depth=2, shape=OVER, grammars=tabled, variants=variants) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["graph_captures_after_warmup"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_masked_drafts_are_kept_more_often(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of windows alone and beside chunks; the drafters' weights are random."""
+    sizes: dict[str, Any] = {**SHAPE, "vocab_size": on_cpu.VOCABULARY}
+    drafter, requests = Drafter(kind, tmp_path, **sizes), on_cpu.mixture(18)
+
+    def kept() -> float:
+        grammars = with_tables(small_grammars(on_cpu.VOCABULARY, on_cpu.EOS), (on_cpu.EOS,))
+        how: dict[str, Any] = {"proposer": lambda parts: drafter(parts).inner, "grammars": grammars}
+        rule = Speculation(4, mixed_percent=100)
+        with gpu_rig("triton", depth=2, dtype=torch.float32, shape=OVER, speculation=rule, **how) as engine:
+            on_cpu.check(requests, run(engine, requests))
+            assert engine.counters["grammar_tabled"] >= 6
+            return engine.counters["spec_num_accepted_tokens"]
+
+    masked = kept()
+    for module in (proposer, drafts):
+        monkeypatch.setattr(module, "masks", lambda *asked: False)
+    assert masked > 2 * kept()
