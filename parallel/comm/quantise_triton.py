@@ -17,9 +17,8 @@ import triton.language as tl
 @triton.jit
 def quantised(x):
     """(codes, scales) of x [..., columns], one group a row."""
-    wide = x.to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(wide), -1), 1e-10)
-    codes = (wide * tl.expand_dims(448.0 / most, -1)).to(tl.float8e4nv)
+    most = tl.maximum(tl.max(tl.abs(x), -1).to(tl.float32), 1e-10)
+    codes = (x.to(tl.float32) * tl.expand_dims(448.0 / most, -1)).to(tl.float8e4nv)
     return codes, most * (1.0 / 448.0)
 
 
