@@ -191,8 +191,8 @@ class AllowedGuesses(Generic[G]):
     ) -> None:
         self._head, self._grammars, self._taken = head, grammars, 0
         self._view = RowView(rows_B, rows_B.new_zeros(len(rows_B), count + 1))  # the last token, then the drafts
-        self._logits_RV = rows_B  # of the place that is asked for
-        self.kind = make(DraftHead(lambda hidden_RN: self._logits_RV, head.vocab, head.collectives, head.ids_V))
+        self._logits_RV: list[Tensor] = []  # of the place that is asked for
+        self.kind = make(DraftHead(lambda hidden_RN: self._logits_RV[-1], head.vocab, head.collectives, head.ids_V))
 
     def take(self, hidden_BQN: Tensor) -> Tensor:
         (batch, count), head, tokens_BW = hidden_BQN.shape[:2], self._head, self._view.tokens_BW
@@ -201,7 +201,7 @@ class AllowedGuesses(Generic[G]):
         for place in range(count):
             states_B = table_states(self._grammars, self._view)[:, self._taken]
             where = self._view.slots_B, states_B, head.vocab.start, head.size, head.ids_V
-            self._logits_RV = bar(logits_BQV[:, place].contiguous(), self._grammars, *where)
+            self._logits_RV = [bar(logits_BQV[:, place].contiguous(), self._grammars, *where)]
             taken.append(self.kind.take(hidden_BQN[:, place : place + 1]))
             self._taken += 1
             tokens_BW[:, self._taken].copy_(taken[-1][:, 0])

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from runtime.build import warm_variants
-from runtime.execute import proposer
 from runtime.execute.device.cuda import CudaDevice
-from runtime.execute.step import drafts
 from runtime.grammar import Grammars
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.methods import proposer_for
@@ -127,6 +125,6 @@ def test_masked_drafts_are_kept_more_often(kind: str, tmp_path: Path, monkeypatc
             return engine.counters["spec_num_accepted_tokens"]
 
     masked = kept()
-    for module in (proposer, drafts):
-        monkeypatch.setattr(module, "masks", lambda *asked: False)
+    for module in ("runtime.execute.proposer", "runtime.execute.step.drafts"):
+        monkeypatch.setattr(f"{module}.masks", lambda *asked: False)
     assert masked > 2 * kept()

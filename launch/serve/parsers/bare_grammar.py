@@ -145,7 +145,7 @@ class BareValues:
         if max(least, most or 0) > _MOST_ITEMS or least > (most or least):
             raise NotBare
         more = f'("," {item})*' if most is None else ""
-        for at in range(max(least, most or 0), 1, -1):  # one in the other: llguidance cuts values short of two ways on
+        for at in range(max(least, most or 0), 1, -1):  # nested: (x)?(x)? has two ways on, and cuts values short
             more = f'("," {item} {more}){"" if at <= least else "?"}'
         return f'"[" ({item} {more}){"" if least else "?"} "]"'
 

@@ -171,7 +171,8 @@ def _attend(
 
 
 def blocks_for(dtype: torch.dtype, head_dim: int, shared_bytes: int = H200.shared_bytes) -> Blocks:
-    """Blocks that fit an H100 or H200, and a program's ``shared_bytes`` (DeviceTraits). Only of 512 dims they spill."""
+    """Blocks that fit an H100 or H200, and a program's ``shared_bytes`` (DeviceTraits). 64 query rows of 512
+    dims alone spill."""
     if head_dim > 256:  # full layers of Gemma 4
         if dtype == torch.float32:
             return Blocks(16, 16, 1, 8)

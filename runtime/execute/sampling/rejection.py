@@ -9,10 +9,10 @@ Three separate streams of noise: DRAFT samples the draft, ACCEPT tosses the coin
 or from p without a draft. All are keyed by the position of the token. A draft that was not checked leaves its
 position's numbers for the round that does: they have decided nothing yet.
 
-q has the request's temperature and its top-k, top-p and min-p, taken of q; not its penalties, ``min_tokens`` and edits,
-which p has: a draft that these rule out is never kept. Weights are integers (exact_math.py), so a total is the same in
-any order of summation. Graph-safe. On CUDA the kernels of rejection_triton.py do it; the torch code here is their
-reference.
+q has the request's temperature, its top-k, top-p and min-p, taken of q, and the mask of its grammar's table, if any
+(AllowedGuesses). Penalties, ``min_tokens``, biases and bad words are in p only: a draft that these rule out is never
+kept. Weights are integers (exact_math.py), so a total is the same in any order of summation. Graph-safe. On CUDA the
+kernels of rejection_triton.py do it; the torch code here is their reference.
 
 Shape letters: B rows, Q draft tokens of each, R = B * Q, W = Q + 1 tokens of a window, V vocabulary, D draft ids.
 """

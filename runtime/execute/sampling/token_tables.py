@@ -1,8 +1,8 @@
 """Tables of grammars on the device: a row's mask and the state after its token, in the step, without the host.
 
 Knows: where tables lie, a state by slot, the states of draft tokens, how the host writes them. Does not know: what a
-table means (token_table.py of runtime/grammar_tables), which requests have one (schedule/tables.py), the other edits
-of logits, among which it is (logit_edits.py).
+table means (token_table.py of runtime/grammar_tables), which requests have one (schedule/tables.py), biases and bad
+words, with which logit_edits.py applies its mask.
 """
 
 from __future__ import annotations
