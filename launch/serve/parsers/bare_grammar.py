@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from launch.serve.parsers.typed_values import types_of
+from launch.serve.parsers.typed_values import referenced, types_of
 from runtime.frontend.structured import json_rule, upto, written
 
 _MOST_ITEMS: Final = 64  # of an array with a bound: each is written into the rule
@@ -97,10 +97,7 @@ class BareValues:
     def _of_kind(self, schema: Mapping[str, Any]) -> str:
         said = schema.keys() & _OF_VALUES
         if said == {"$ref"}:
-            found = self._root
-            for step in schema["$ref"].split("/")[1:]:
-                found = found[step]
-            return self._once(schema["$ref"], lambda: self._said(found))
+            return self._once(schema["$ref"], lambda: self._said(referenced(schema["$ref"], self._root)))
         if said == {"anyOf"}:
             return " | ".join(map(self._value, schema["anyOf"]))
         if said in ({"enum"}, {"enum", "type"}, {"const"}, {"const", "type"}):

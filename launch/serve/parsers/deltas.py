@@ -128,32 +128,25 @@ def first_calls(deltas: list[Delta], most: int | None) -> list[Delta]:
 
 def joined(deltas: Iterable[Delta]) -> Delta:
     """Several as one: text before a call, one entry a call: openai 2.54 takes each of a first chunk for a call."""
-    found: Delta = {}
-    for delta in deltas:
-        for name, value in delta.items():
-            if name != "tool_calls":
-                found[name] = found.get(name, "") + value
-        for call in delta.get("tool_calls", ()):
-            calls = found.setdefault("tool_calls", [])
-            if not calls or calls[-1]["index"] != call["index"]:
-                calls.append({**call, "function": dict(call["function"])})
-            else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    return found or {"content": ""}
-
-
-def merged(deltas: Iterable[Delta]) -> Delta:
-    """A whole message: content, reasoning and tool calls. Empty content next to others is None."""
-    found, calls = dict[str, str](), dict[int, Delta]()
+    found, calls = Delta(), dict[int, Delta]()
     for delta in deltas:
         for name, text in delta.items():
-            if name != "tool_calls" and text:
+            if name != "tool_calls":
                 found[name] = found.get(name, "") + text
         for call in delta.get("tool_calls", ()):
             if call["index"] in calls:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             else:
                 calls[call["index"]] = {**call, "function": dict(call["function"])}
-    listed = [{name: value for name, value in call.items() if name != "index"} for call in calls.values()]
-    message: Delta = {"content": None if listed or found else "", **found}
-    return {**message, "tool_calls": listed} if listed else message
+    if calls:
+        found["tool_calls"] = [*calls.values()]
+    return found or {"content": ""}
+
+
+def merged(deltas: Iterable[Delta]) -> Delta:
+    """A whole message: content, reasoning and tool calls. Empty content next to others is None."""
+    found = joined(deltas)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in found.pop("tool_calls", ())]
+    texts = {name: text for name, text in found.items() if text}
+    message: Delta = {"content": None if calls or texts else "", **texts}
+    return {**message, "tool_calls": calls} if calls else message

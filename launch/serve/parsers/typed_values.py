@@ -83,7 +83,7 @@ def types_of(schema: object, root: Schema, depth: int = 0) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _ALL
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_at(reference, root), root, depth + 1)
+        return types_of(referenced(reference, root), root, depth + 1)
     found = _ALL
     named_types = schema.get("type")
     if isinstance(named_types, str):
@@ -102,7 +102,7 @@ def types_of(schema: object, root: Schema, depth: int = 0) -> frozenset[str]:
     return (found | {"integer"} if "number" in found else found) or _ALL
 
 
-def _at(reference: str, root: Schema) -> object:
+def referenced(reference: str, root: Schema) -> object:
     """What a reference such as #/$defs/Place leads to."""
     at: object = root
     for step in reference.removeprefix("#").split("/")[1:]:

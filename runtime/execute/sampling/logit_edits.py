@@ -147,7 +147,8 @@ class EditFeature(SlotFeature[LogitEdits]):
     def constrain(self, rows: Sequence[Constrained]) -> dict[str, npt.NDArray[Any]]:
         staged: dict[str, npt.NDArray[Any]] = {}
         tabled = [row for row in rows if row.place is not None]
-        if tabled and self.grammars is not None:
+        if tabled:
+            assert self.grammars is not None  # which give out places
             for row in tabled:
                 self.matchers.pop(row.slot, None)
             staged = self.places.constrain(tabled, self.grammars.tables, self.need().grammars.pool_PE.shape[1])
