@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.peer_buffers import SENTINEL
+from parallel.comm.quantised import Quantised
 from parallel.comm.symmetric_all_reduce import SymmetricCollectives
 from runtime.execute.sampling.packed_argmax import pack
 from tests.gpu.ranks_on_gpus import (
@@ -66,6 +67,7 @@ def _check_all(made: SymmetricCollectives, extent: Extent) -> None:
     for rows in (*extent.rows, *large):
         _check(made, rows)
         _check_norm(made, rows, torch.bfloat16)
+        _check_codes(made, rows)
     _check_norm(made, 7, torch.float32)
     _check_ways(made, extent)
     _check_what_looks_empty(made)
@@ -124,6 +126,26 @@ def _check_norm(made: SymmetricCollectives, rows: int, dtype: torch.dtype) -> No
         h = total.double()
         expected = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
         assert float((normed.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+def _check_codes(made: SymmetricCollectives, rows: int) -> None:
+    """A sum with norm that also quantises changes no bit of it, and gives the codes of a launch that only quantises."""
+    from models.kernels.matmul.codes import quantise
+
+    parts = _parts(made, rows, seed=rows)
+    x, residual, norm = parts[made.rank], parts[0], parts[0][0].abs()
+    for group in (128, 4096):
+        for way in (made.dispatch.one_shot, made.dispatch.two_shot):
+            into = Quantised.empty(rows, 4096, group, x.dtype, "cuda", numbers=True)
+            normed, kept = way(x, residual_TN=residual, norm_N=norm, eps=1e-6, into=into)
+            without = way(x, residual_TN=residual, norm_N=norm, eps=1e-6)
+            alone = quantise(normed, group, pdl=False)
+            for found, expected in [
+                (normed, without[0]), (kept, without[1]),
+                (into.codes[:rows].view(torch.uint8), alone.codes[:rows].view(torch.uint8)),
+                (into.scale[:, :rows], alone.scale[:, :rows]),
+            ]:  # fmt: skip
+                assert torch.equal(found, expected), (rows, group)
 
 
 def _check_ways(made: SymmetricCollectives, extent: Extent) -> None:
