@@ -67,6 +67,12 @@ def test_a_sparse_models_products() -> None:
     assert {(shape.outputs, shape.inner) for shape in asked.layers} == {(2560, 2048), (2048, 2048), (128, 2048)}
 
 
+def test_first_layers_may_have_experts_and_no_attention() -> None:
+    (asked,) = asked_products(share("nemotron-3-nano-30b-a3b"), (1,), 256)
+    inner = {(10304, 2688), (2688, 4096), (4608, 2688)}  # of Mamba-2, of both kinds of mixers, of attention
+    assert inner <= {(shape.outputs, shape.inner) for shape in asked.layers}
+
+
 def test_layers_are_as_many_as_it_takes_to_see_every_product() -> None:
     dense = share("qwen3-8b")
     assert layers_enough(dense) == 4
