@@ -23,13 +23,22 @@ ALL = "--all" in sys.argv
 _patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 _np_dtype = interpreter._get_np_dtype
 _unwrap, _block_type, _same_dtype = core._unwrap_if_constexpr, tl.block_type.__init__, tl.dtype.__eq__
-_computation_type, _broadcast = TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value
+_broadcast, _checked, _constant = (
+    TritonSemantic.broadcast_impl_value,
+    TritonSemantic.binary_op_type_checking_impl,
+    TritonSemantic.scalar_constant,
+)
+_binary_op = interpreter.InterpreterBuilder.binary_op
+_BUILTIN = core.builtin(len).__code__
 
 _patched: list[set[int]] = []  # of the launches in progress: the modules that are patched until it has ended
 _np_dtypes: dict[str, Any] = {}
 _shapes: dict[tuple[int, ...], Any] = {}  # of a block: (shape, number of elements) as Triton's constants
 _block_types: dict[tuple[Any, ...], Any] = {}  # by name of the element and shape: (shape, number of elements, name)
-_computation_types: dict[tuple[Any, ...], Any] = {}  # by names of both types, and what else is asked
+_pairs: dict[tuple[Any, ...], Any] = {}  # operands by type and shape, and what else is asked: types in place of theirs
+_constants: dict[tuple[Any, ...], Any] = {}  # by kind, value and type: scalars that are as they are in every launch
+_operands: dict[tuple[Any, ...], Any] = {}  # constants beside a tensor of some type and shape
+_langs: dict[Any, set[int]] = {}  # of a function: modules of the language among its globals
 
 
 def _patch_tensor_for_new_numpy(tensor: Any, scope: Any) -> None:
@@ -50,7 +59,10 @@ class _Launch:
 
 
 def _patch_once(fn: Any) -> Any:
-    langs = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+    langs = _langs.get(fn)
+    if langs is None:
+        langs = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        _langs[fn] = langs
     if _patched and langs <= _patched[-1]:
         return None  # a device function's: nobody restores it
     if _patched:
@@ -77,6 +89,8 @@ def _tensor_with_known_shape(self: Any, handle: Any, type: Any) -> None:
 
 def _patch_attr_in_one_call(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     semantic = TritonSemantic(builder)
+    if getattr(member, "__code__", None) is _BUILTIN:
+        member = member.__wrapped__  # which the decorator only calls
 
     def new_member(*args: Any, member: Any = member, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
@@ -106,11 +120,45 @@ def _block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
     self.shape, self.numel, self.name = known
 
 
-def _computation_type_once(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div: bool) -> Any:
-    key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div
-    if (known := _computation_types.get(key)) is None:
-        known = _computation_types[key] = _computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div)
+def _constant_once(self: Any, value: Any, dtype: Any) -> Any:
+    key = type(value), value, math.copysign(1.0, value), dtype.name
+    if (known := _constants.get(key)) is None:
+        known = _constants[key] = _constant(self, value, dtype)
     return known
+
+
+def _checked_once(self: Any, lhs: Any, rhs: Any, *asked: bool, **named: bool) -> Any:
+    """Both operands in one type and shape. What that takes depends on their types and on values of constants.
+
+    numpy broadcasts by itself, so an operand that is only too small gets the type of the result, and keeps its data.
+    """
+    if named or not (type(lhs) is type(rhs) is tl.tensor):
+        return _with_constant(self, lhs, rhs, *asked) if not named else _checked(self, lhs, rhs, *asked, **named)
+    key = lhs.type.name, rhs.type.name, asked
+    if (known := _pairs.get(key)) is not None:
+        left, right = known
+        return lhs if left is None else tl.tensor(lhs.handle, left), rhs if right is None else tl.tensor(
+            rhs.handle, right
+        )
+    found = _checked(self, lhs, rhs, *asked)
+    if found[0].dtype == lhs.dtype and found[1].dtype == rhs.dtype:
+        _pairs[key] = tuple(None if new is old else new.type for new, old in zip(found, (lhs, rhs), strict=True))
+    return found
+
+
+def _with_constant(self: Any, lhs: Any, rhs: Any, *asked: bool) -> Any:
+    first = type(rhs) is tl.tensor
+    constant, tensor = (lhs, rhs) if first else (rhs, lhs)
+    if type(tensor) is not tl.tensor or type(constant) not in (int, float) or constant != constant:
+        return _checked(self, lhs, rhs, *asked)
+    key = tensor.type.name, type(constant), constant, math.copysign(1.0, constant), first, asked
+    known = _operands.get(key)
+    if known is None:
+        found = _checked(self, lhs, rhs, *asked)
+        if found[first] is not tensor:
+            return found
+        known = _operands[key] = found[not first]
+    return (known, tensor) if first else (tensor, known)
 
 
 def _broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -122,12 +170,26 @@ def _broadcast_what_differs(self: Any, lhs: Any, rhs: Any) -> Any:
     return (lhs, rhs) if alike else _broadcast(self, lhs, rhs)
 
 
+def _binary_op_of_one_type(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    output = op(lhs.data, rhs.data)
+    if output.dtype is not lhs.data.dtype:
+        return _binary_op(self, lhs, rhs, lambda left, right: output)
+    return interpreter.TensorHandle(output, lhs.dtype.scalar)
+
+
+def _handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
 def _mend() -> None:
     core._unwrap_if_constexpr = _unwrap_at_once
     tl.dtype.__eq__ = _same_dtype_at_once
     tl.block_type.__init__ = _block_type_once
-    TritonSemantic.computation_type_impl = _computation_type_once
     TritonSemantic.broadcast_impl_value = _broadcast_what_differs
+    TritonSemantic.binary_op_type_checking_impl = _checked_once
+    TritonSemantic.scalar_constant = _constant_once
+    interpreter.InterpreterBuilder.binary_op = _binary_op_of_one_type
+    interpreter.TensorHandle.__init__ = _handle
     interpreter._patch_attr = _patch_attr_in_one_call
     interpreter._patch_lang_tensor = _patch_tensor_for_new_numpy
     interpreter._patch_lang = _patch_once
