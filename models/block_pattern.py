@@ -17,7 +17,7 @@ BlockKind = Literal["mamba", "attention", "mlp", "moe"]
 MAMBA_KEYS: Final = "conv_kernel mamba_head_dim mamba_num_heads n_groups ssm_state_size time_step_limit use_conv_bias"
 BLOCK_KEYS: Final = f"""{MAMBA_KEYS} attention_head_dim hybrid_override_pattern layer_norm_epsilon layers_block_type
     mamba_hidden_act mamba_proj_bias mamba_ssm_cache_dtype mlp_hidden_act moe_latent_size
-    moe_shared_expert_intermediate_size mtp_hybrid_override_pattern mtp_layers_block_type n_routed_experts
+    moe_shared_expert_intermediate_size mtp_hybrid_override_pattern mtp_layers_block_type n_routed_experts norm_eps
     residual_in_fp32 use_bias"""
 
 _LETTERS: dict[str, BlockKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -92,8 +92,8 @@ def block_kinds(config: Mapping[str, Any]) -> tuple[BlockKind, ...]:
     layers = config.get("num_hidden_layers")
     if layers is not None and layers != len(kinds):
         raise ValueError(f"'num_hidden_layers' is {layers!r}, but {key!r} lists {len(kinds)} blocks")
-    if "moe" in kinds and "attention" not in kinds:
-        raise ValueError(f"{key!r} has experts but no attention; such models are not supported")
+    if "moe" in kinds and not {"attention", "mamba"} & set(kinds):
+        raise ValueError(f"{key!r} has experts but neither attention nor Mamba-2; such models are not supported")
     return kinds
 
 
@@ -140,8 +140,8 @@ def usual_block_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     changed["num_hidden_layers"] = len(kinds)
     changed.setdefault("head_dim", config.get("attention_head_dim") or HEAD_DIM)
     refuse_others(config, {"attention_head_dim": ((changed["head_dim"],), "another 'head_dim' of its attention")})
-    eps = [config[key] for key in ("layer_norm_epsilon", "rms_norm_eps") if config.get(key) is not None]
-    changed["rms_norm_eps"] = eps[0] if eps else 1e-5
+    eps = config.get("layer_norm_epsilon")  # transformers reads neither 'norm_eps' nor 'rms_norm_eps'
+    changed["rms_norm_eps"] = 1e-5 if eps is None else eps
     if "mlp" not in kinds:
         changed["intermediate_size"] = config.get("intermediate_size") or 1  # of no block
     for key in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"):

@@ -171,7 +171,7 @@ def _scales_cache(config: Mapping[str, Any]) -> bool:
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantization:
-    _only(config, "fmt", ("e4m3",))
+    _only(config, "fmt", ("e4m3", "float8_e4m3fn"))
     _only(config, "activation_scheme", ("dynamic", "static"))
     _only(config, "scale_fmt", ("ue8m0", "float32"))
     block = _block(config.get("weight_block_size"), "weight_block_size")

@@ -16,7 +16,7 @@ from models.config import FamilyConfig, ModelConfig, Specs, architecture_of
 from models.config_reader import ConfigReader, text_part
 from models.families.llama import Llama
 from models.layers.context import ModelContext
-from models.layers.rope import given_parameters, rope_from_parameters
+from models.layers.rope import nested_parameters, rope_from_parameters
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {
@@ -42,12 +42,9 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     read = ConfigReader(given)
     layers, every = read.size("num_hidden_layers"), read.size("sliding_window_pattern")
     given.setdefault("layer_types", [_SLIDING if (n + 1) % every else _FULL for n in range(layers)])
-    ropes = given_parameters(given)
-    nested = {kind: ropes[kind] for kind in (_SLIDING, _FULL) if isinstance(ropes.get(kind), dict)}
+    nested = nested_parameters(given, (_SLIDING, _FULL))
     local = {"rope_type": "default", "rope_theta": read.number("rope_local_base_freq", 1e4)}
     given["_sliding_rope"] = {**local, **nested.get(_SLIDING, {})}
-    if given.get("rope_parameters") and not nested:  # transformers ignores it
-        raise ValueError(f"'rope_parameters' must have an object for {_SLIDING!r} and {_FULL!r}, not {ropes!r}")
     if nested:
         given["rope_parameters"] = nested.get(_FULL, {"rope_type": "default"})
         given.pop("rope_scaling", None)

@@ -28,7 +28,7 @@ def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _experts(config: Mapping[str, Any]) -> RoutedExperts:
     read = ConfigReader(config)
     layers, size = read.size("num_hidden_layers"), read.size("moe_intermediate_size")
-    dense = 0 if config.get("first_k_dense_replace") == 0 else read.size("first_k_dense_replace", 1, most=layers)
+    dense = 0 if config.get("first_k_dense_replace") == 0 else read.size("first_k_dense_replace", 1)
     shared = 0 if config.get("n_shared_experts") == 0 else read.size("n_shared_experts", 1)
     return sigmoid_experts(config, tuple(range(dense, layers)), size, shared_size=shared * size)
 

@@ -130,8 +130,11 @@ class GraniteHybrid(Llama):
     family_config: ClassVar[FamilyConfig] = replace(
         GraniteMoe.family_config,
         reads=f"{GraniteMoe.family_config.reads} {MAMBA_KEYS} layers_block_type mamba_n_heads mamba_n_groups "
-        "mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_conv_bias position_embedding_type",
-        neutral={"mamba_proj_bias": ((False,), "biases of its Mamba-2 projections")},
+        "mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_conv_bias position_embedding_type init_method",
+        neutral={
+            "mamba_proj_bias": ((False,), "biases of its Mamba-2 projections"),
+            "normalization_function": (("rmsnorm",), "another norm"),
+        },
         layer_types=(_MAMBA, _FULL),
         usual=_hybrid,
         attention=_rotated,

@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from models.config import FamilyConfig
-from models.config_reader import ConfigReader
+from models.config_reader import ConfigReader, refuse_others
 from models.families.llama import Llama
 from models.families.qwen3_moe import Qwen3Moe
 from models.layers.moe import shared_expert_names
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
 
 _KINDS = ("dense", "sparse")
+
+
+def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    size = config.get("moe_intermediate_size")
+    refuse_others(config, {"expert_hidden_dim": ((size,), "experts of another size than 'moe_intermediate_size'")})
+    return {key: value for key, value in config.items() if key != "expert_hidden_dim"}
 
 
 def _experts(config: Mapping[str, Any]) -> RoutedExperts:
@@ -38,8 +44,16 @@ class HYV3(Llama):
         head_dim=128,
         kv_heads=8,
         # The sum of the routed experts and the shared one is made in the dtype of activations, or in float32.
-        reads=f"{EXPERT_KEYS} enable_moe_fp32_combine mlp_layer_types router_scaling_factor",
-        neutral={"mlp_bias": ((False,), "biases of its MLPs")},
+        reads=f"{EXPERT_KEYS} enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id "
+        "mlp_layer_types router_scaling_factor use_grouped_mm",
+        neutral={
+            "mlp_bias": ((False,), "biases of its MLPs"),
+            "first_k_dense_replace": ((1,), "other dense layers, which 'mlp_layer_types' names"),
+            "moe_router_use_sigmoid": ((True,), "another router"),
+            "moe_router_enable_expert_bias": ((True,), "a router without correction bias"),
+            "route_norm": ((True,), "weights of experts that are not renormalised"),
+        },
+        usual=_usual,
         qk_norms=True,
         experts=_experts,
     )

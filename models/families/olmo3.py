@@ -18,10 +18,11 @@ from models.config import FamilyConfig, ModelConfig, Specs
 from models.families.llama import Llama
 from models.layers.context import ModelContext
 from models.layers.qkv_edit import NormsOverHeads
-from models.layers.rope import given_parameters, rope_from_parameters
+from models.layers.rope import given_parameters, nested_parameters, rope_from_parameters
 from parallel.layers.shard import HeadShard
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_THETA = 5e5  # of the rotation, where config.json does not say
 
 
 def _more(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,12 +31,16 @@ def _more(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     """With the rotation of full layers where others have theirs; that of sliding layers under '_sliding_rope'."""
-    given = given_parameters(config)
-    nested = {kind: given[kind] for kind in (_SLIDING, _FULL) if isinstance(given.get(kind), dict)}
-    theta = {"rope_theta": given.get("rope_theta") or config.get("rope_theta") or 5e5}
+    given, nested = given_parameters(config), nested_parameters(config, (_SLIDING, _FULL))
+    theta, usual = config.get("rope_theta") or _THETA, {"rope_type": "default", "rope_theta": _THETA}
+    if theta != _THETA and "rope_theta" not in nested.get(_SLIDING, {}):
+        raise ValueError(
+            f"'rope_theta' is {theta!r}, which transformers 5 takes for full layers and 4 for all; put what you mean "
+            f"into 'rope_parameters', an object for {_SLIDING!r} and {_FULL!r} each"
+        )
     found = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-    found["rope_parameters"] = {**theta, **(nested.get(_FULL, {"rope_type": "default"}) if nested else given)}
-    found["_sliding_rope"] = {"rope_type": "default", **theta, **nested.get(_SLIDING, {})}
+    found["rope_parameters"] = {**usual, "rope_theta": theta, **(nested.get(_FULL, {}) if nested else given)}
+    found["_sliding_rope"] = {**usual, **nested.get(_SLIDING, {})}
     return found
 
 
@@ -72,7 +77,7 @@ class Olmo2(Llama):
 class Olmo3(Olmo2):
     family_config: ClassVar[FamilyConfig] = replace(
         Olmo2.family_config,
-        theta=5e5,
+        theta=_THETA,
         window=4096,
         full_every=4,
         layer_types=(_FULL, _SLIDING),

@@ -27,7 +27,15 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
 
 class Phi3(Llama):
     family_config: ClassVar[FamilyConfig] = FamilyConfig(
-        eps=1e-5, full_every=0, reads="partial_rotary_factor", usual=_usual
+        eps=1e-5,
+        full_every=0,
+        reads="partial_rotary_factor",
+        neutral={
+            "full_attn_mod": ((1,), "attention of another kind in some layers"),
+            "interpolate_factor": ((1,), "interpolated positions"),
+            "lm_head_bias": ((False,), "a bias of its head"),
+        },
+        usual=_usual,
     )
     checkpoint_names: ClassVar = {
         **Llama.checkpoint_names,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models.cache_layout import CacheLayout, CacheView, LayerCache, SlotState, StateBanks
 from models.config import FamilyConfig, ModelConfig
 from models.group_size import require_legal_size
-from models.inputs import DecodeAttention, MixedAttention, RepeatedPrefill, StepInputs
+from models.inputs import DecodeAttention, MixedAttention, RepeatedPrefill, StateRows, StepInputs
 from models.layers.attention import Attention
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
@@ -335,7 +335,7 @@ class Decoder(CheckpointParts):
             return inputs
         paged = self.cache_layout.first_paged
         if paged is None:
-            raise ValueError("experts need real_T where no layer is paged: nothing else tells which tokens are masked")
+            return replace(inputs, real_T=cast(StateRows, inputs.state).real(inputs.token_ids_T))
         page_size = cast(Tensor, caches[paged]).shape[2]
         return replace(inputs, real_T=inputs.of_group(0).kv_slots_T >= page_size)
 

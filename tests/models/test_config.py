@@ -341,7 +341,19 @@ def test_what_a_hybrid_asks_and_is_not_implemented_is_named(family: str, changes
     ("family", "changes", "reason"),
     [
         ("glm", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax', which asks for another router"),
-        ("glm", {"first_k_dense_replace": 3}, "'first_k_dense_replace' must be at most 2, not 3"),
+        ("hy3", {"expert_hidden_dim": 8}, "'expert_hidden_dim' is 8, which asks for experts of another size"),
+        ("hy3", {"route_norm": False}, "'route_norm' is False, which asks for weights of experts"),
+        ("hy3", {"first_k_dense_replace": 2}, "'first_k_dense_replace' is 2, which asks for other dense layers"),
+        ("granite-4", {"normalization_function": "layernorm"}, "'normalization_function' is 'layernorm'"),
+        ("phi", {"full_attn_mod": 2}, "'full_attn_mod' is 2, which asks for attention of another kind"),
+        ("phi", {"lm_head_bias": True}, "'lm_head_bias' is True, which asks for a bias of its head"),
+        ("olmo3", {"rope_parameters": DEFAULT}, "'rope_parameters' must have an object for 'sliding_attention' and"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "'rope_theta' is 10000.0, which transformers 5 takes"),
+        (
+            "olmo3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "'rope_scaling' must say 'rope_type', not 'type'",
+        ),
         ("glm", {"n_group": 3}, "'n_group' is 3, but 8 experts do not make"),
         (
             "hy3",
@@ -631,6 +643,32 @@ def test_keys_that_change_nothing_are_fine() -> None:
         "unsloth_version": "2025.1",
     }
     assert tiny(**idle) == tiny()
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        (
+            OTHERS["hy3"],
+            {"expert_hidden_dim": 16, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True}
+            | {"moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "enable_lm_head_fp32": True}
+            | {"eod_token_id": 3, "sep_token_id": 4, "output_router_logits": True},
+        ),
+        (OTHERS["phi"], {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        (OTHERS["granite-4"], {"normalization_function": "rmsnorm", "init_method": "mup"}),
+        (NEMOTRON_MTP, {"norm_eps": 1e-3, "rms_norm_eps": 1e-3, "num_logits_to_keep": 1, "rope_theta": 1e5}),
+        (OTHERS["glm"], {"first_k_dense_replace": 1, "attention_dropout": 0.0}),
+    ],
+    ids=["hy3", "phi-4-mini", "granite-4", "nemotron-3-nano", "glm"],
+)
+def test_keys_of_published_folders_that_transformers_does_not_read(family: Any, keys: dict[str, Any]) -> None:
+    assert config_from_dict({**TINY, **family, **keys}) == config_from_dict({**TINY, **family})
+
+
+def test_more_dense_layers_than_there_are() -> None:
+    experts = tiny(**{**OTHERS["glm"], "first_k_dense_replace": 3}).experts
+    assert experts is not None
+    assert experts.layers == ()
 
 
 @pytest.mark.slow

@@ -46,7 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, "use_sliding_window": True}
     | {"sliding_window": 6},
     "olmo2": _PLAIN | {"architectures": ["Olmo2ForCausalLM"]},
-    "olmo3": _PLAIN | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 6},
+    "olmo3": _PLAIN
+    | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 6}
+    | {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
     "granite": _PLAIN | _FACTORS | {"architectures": ["GraniteForCausalLM"]},
     "granite-moe": _PLAIN
     | _FACTORS
