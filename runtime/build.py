@@ -67,7 +67,7 @@ WARM_VARIANTS = {
     "random": SamplingVariant(random=True),
     "filtered": SamplingVariant(random=True, filters=True),
     "penalised": SamplingVariant(random=True, filters=True, penalties=True),
-    "constrained": SamplingVariant(random=True, filters=True, edits=True),
+    "constrained": SamplingVariant(random=True, filters=True, edits=True, grammars=True),
 }
 
 

@@ -25,7 +25,7 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, WindowDemand, 
 from runtime.execute.device.protocol import Device, Work
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec
-from runtime.execute.proposer import MakeProposer, ProposerParts
+from runtime.execute.proposer import MakeProposer, MaskingProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
@@ -110,7 +110,9 @@ class Executor:
         self._warm_up(roles)
         self.pool.warm_up_copies()
         sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
-        self._resolver = LaunchResolver(sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants)
+        self._resolver = LaunchResolver(
+            sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants, self._masks
+        )
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
             device, self._ring, on_timing=on_timing, prompt_scores=self.prompt_scores, land_range=land_range
@@ -372,6 +374,7 @@ class Executor:
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
+        self._masks = isinstance(proposer, MaskingProposer)
         memory = self.tables, self._ring, self.staging
         parts = StepParts(
             self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range
@@ -398,11 +401,12 @@ class Executor:
         self._compile_ahead(*of_rows)
         peaks = [self.device.peak_of(rehearse) for rehearse in of_rows]
         self._model.kernels.agree_on_kernels(config.agree_min)
-        self._compile_ahead(*of_chunks, prefill.compile_shorter, decode.compile_sampling)
+        of_sampling = [role.compile_sampling for role in (*further, decode) if isinstance(role, RowStep)]
+        self._compile_ahead(*of_chunks, prefill.compile_shorter, *of_sampling)
         peaks += [self.device.peak_of(rehearse) for rehearse in of_chunks]
         self._tune()
-        prefill.compile_shorter()
-        decode.compile_sampling()
+        for compile_rest in (prefill.compile_shorter, *of_sampling):
+            compile_rest()
         demands = tuple([WindowDemand.of(window, limits) for window in windows])
         shape = CacheShape(pool.layout, limits.block_size, limits.slots, windows=demands)
         shape = replace(shape, snapshots=self._snapshots_of(shape, max(peaks)))

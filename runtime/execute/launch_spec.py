@@ -108,7 +108,8 @@ class Serving(Protocol):
 class LaunchResolver:
     """One per executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan runs
     it. ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``warm``: variants captured at
-    start-up; rows that need less than one of them run in it, so that no request waits for a capture.
+    start-up; rows that need less than one of them run in it, so that no request waits for a capture. ``masks``: as
+    SamplingVariant.on_ranks.
     """
 
     def __init__(
@@ -118,11 +119,12 @@ class LaunchResolver:
         roles: Sequence[Serving],
         ranks: int = 1,
         warm: Sequence[SamplingVariant] = (),
+        masks: bool = False,
     ) -> None:
         self._sizes = sizes
         self._warm = sorted(warm, key=lambda variant: sum(astuple(variant)))  # by number of features
         self._roles = roles
-        self._ranks = ranks
+        self._captured_for = ranks, masks
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None
@@ -208,7 +210,7 @@ class LaunchResolver:
     def _variant(self, plan: StepPlan) -> SamplingVariant:
         """The sampling variant that serves every row; computed again only when the rows changed."""
         for write in plan.slot_writes:
-            self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling]).on_ranks(self._ranks)
+            self._slot_variants[write.slot] = SamplingVariant.covering([write.sampling]).on_ranks(*self._captured_for)
         if plan.slots is not self._variant_of:
             self._variant_of = plan.slots
             self._row_variant = GREEDY

@@ -172,7 +172,7 @@ class DrawingProposer(Proposer, Protocol):
     """One that can sample its drafts, and say from what. Never trees: rejection sampling goes along a chain."""
 
     def draw(self, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant) -> Proposed:
-        """As ``propose``, for a step whose rows are served by ``variant``, which is random; masked if it has edits."""
+        """As ``propose``, for a step whose rows are served by ``variant``: random, masked if it has grammars."""
         ...
 
     def room(self, rows: int, count: int) -> Drafted:
@@ -199,7 +199,7 @@ def draws(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[Draw
 
 def masks(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[MaskingProposer]:
     """Whether draft tokens for a step of such rows are masked by tables of grammars."""
-    return variant.edits and isinstance(proposer, MaskingProposer)
+    return variant.grammars and isinstance(proposer, MaskingProposer)
 
 
 def guesses_for(

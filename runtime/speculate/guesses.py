@@ -20,9 +20,8 @@ from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for as sampling_kernels
 from runtime.execute.sampling.packed_argmax import NO_CANDIDATE, pack, unpack
 from runtime.execute.sampling.rejection import Drafted, draw_guesses
-from runtime.execute.sampling.token_tables import TokenTables, bar, table_states
+from runtime.execute.sampling.token_tables import TokenTables, bar
 from runtime.execute.slot_state import SlotColumns, SlotTables
-from runtime.execute.slots.feature import RowView
 from runtime.speculate.draft_kernels import kernels_for
 
 
@@ -183,28 +182,24 @@ G = TypeVar("G", bound=Guesses)
 
 class AllowedGuesses(Generic[G]):
     """Draft tokens of ``kind`` that may follow by the tables of their rows' grammars, whose states go along with the
-    tokens that are taken, at most ``count`` a row. ``make(head)``: guesses by a head, which is asked for one place at
-    a time."""
+    tokens that are taken. ``make(head)``: guesses by a head, which is asked for one place at a time."""
 
-    def __init__(
-        self, make: Callable[[DraftHead], G], head: DraftHead, grammars: TokenTables, rows_B: Tensor, count: int
-    ) -> None:
-        self._head, self._grammars, self._taken = head, grammars, 0
-        self._view = RowView(rows_B, rows_B.new_zeros(len(rows_B), count + 1))  # the last token, then the drafts
+    def __init__(self, make: Callable[[DraftHead], G], head: DraftHead, grammars: TokenTables, rows_B: Tensor) -> None:
+        self._head, self._grammars, self._rows_B = head, grammars, rows_B
+        self._before: tuple[Tensor, Tensor] | None = None  # state and token of the newest place
         self._logits_RV: list[Tensor] = []  # of the place that is asked for
         self.kind = make(DraftHead(lambda hidden_RN: self._logits_RV[-1], head.vocab, head.collectives, head.ids_V))
 
     def take(self, hidden_BQN: Tensor) -> Tensor:
-        (batch, count), head, tokens_BW = hidden_BQN.shape[:2], self._head, self._view.tokens_BW
+        (batch, count), head = hidden_BQN.shape[:2], self._head
         logits_BQV = head.logits(hidden_BQN.flatten(0, 1)).view(batch, count, -1)
         taken = []
         for place in range(count):
-            states_B = table_states(self._grammars, self._view)[:, self._taken]
-            where = self._view.slots_B, states_B, head.vocab.start, head.size, head.ids_V
-            self._logits_RV = [bar(logits_BQV[:, place].contiguous(), self._grammars, *where)]
+            self._logits_RV = [logits_BQV[:, place].contiguous()]
+            where = self._rows_B, self._before, head.vocab.start, head.size, head.ids_V
+            states_B = bar(self._logits_RV[0], self._grammars, *where)
             taken.append(self.kind.take(hidden_BQN[:, place : place + 1]))
-            self._taken += 1
-            tokens_BW[:, self._taken].copy_(taken[-1][:, 0])
+            self._before = states_B, taken[-1][:, 0]
         return _side_by_side(taken)
 
     def proposed(self) -> Proposed:
@@ -241,16 +236,16 @@ class Drafter(ABC):
         return guesses.candidates()
 
     def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        return self.guess(rows_B, columns, count, self.masked(LikeliestGuesses, rows_B, count))
+        return self.guess(rows_B, columns, count, self.masked(LikeliestGuesses, rows_B))
 
     def allowed_candidates(self, rows_B: Tensor, columns: SlotColumns, count: int, top_k: int) -> Candidates:
         """As ``candidates``, by the states along the best."""
-        guesses = self.masked(lambda head: BranchingGuesses(head, top_k), rows_B, count)
+        guesses = self.masked(lambda head: BranchingGuesses(head, top_k), rows_B)
         self.guess(rows_B, columns, count, guesses)
         return guesses.kind.candidates()
 
-    def masked(self, make: Callable[[DraftHead], G], rows_B: Tensor, count: int) -> AllowedGuesses[G]:
-        return AllowedGuesses(make, self.head, self.tables.grammar_tables, rows_B, count)
+    def masked(self, make: Callable[[DraftHead], G], rows_B: Tensor) -> AllowedGuesses[G]:
+        return AllowedGuesses(make, self.head, self.tables.grammar_tables, rows_B)
 
 
 class ProbabilisticProposer:
@@ -271,7 +266,7 @@ class ProbabilisticProposer:
             return DrawnGuesses(head, columns, variant)
 
         drafter = self._drafter
-        guesses = drafter.masked(drawn, rows_B, count) if variant.edits else drawn(drafter.head)
+        guesses = drafter.masked(drawn, rows_B) if variant.grammars else drawn(drafter.head)
         return drafter.guess(rows_B, columns, count, guesses)
 
     def room(self, rows: int, count: int) -> Drafted:

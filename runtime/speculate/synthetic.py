@@ -16,7 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runtime.execute.proposer import Candidates, MakeProposer, Observed, Proposed, Proposer, ProposerParts
+from runtime.execute.proposer import (
+    Candidates,
+    MakeProposer,
+    MaskingProposer,
+    Observed,
+    Proposed,
+    Proposer,
+    ProposerParts,
+)
 from runtime.execute.sampling.counter_rng import Purpose, uniform_draws
 from runtime.execute.slot_state import SlotColumns
 from runtime.speculate.draft_kernels import kernels_for
@@ -61,9 +69,17 @@ class ScriptedAcceptance:
         self._rates_Q = torch.tensor(list(rates), dtype=torch.float32, device=parts.device.torch_device)
 
     def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
-        proposed = self._proposer.propose(rows_B, columns, count)
+        return self._scripted(self._proposer.propose(rows_B, columns, count), columns)
+
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        proposer = self._proposer
+        propose = proposer.allowed if isinstance(proposer, MaskingProposer) else proposer.propose
+        return self._scripted(propose(rows_B, columns, count), columns)
+
+    def _scripted(self, proposed: Proposed, columns: SlotColumns) -> Proposed:
         # Of a tree more tokens are proposed than there are places.
-        return proposed._replace(scripted_B=kept_by_script(columns.seed, columns.length, self._rates_Q[:count]))
+        rates_Q = self._rates_Q[: proposed.tokens_BQ.shape[1]]
+        return proposed._replace(scripted_B=kept_by_script(columns.seed, columns.length, rates_Q))
 
     def observe(self, observed: Observed) -> None:
         self._proposer.observe(observed)

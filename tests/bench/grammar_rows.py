@@ -1,20 +1,26 @@
 """What rows with a grammar cost other rows, and themselves: `python -m tests.bench.grammar_rows MODEL [--rows 64]`.
 
-Prints milliseconds a token of free rows and of rows with a grammar: none, one and all of ``--rows`` have one, from the
-host or from a table; all of them a recursive one, which has no table; what a mask costs, and the time until a tool's
-schema of 20 properties has its first mask.
+Prints milliseconds a token of free rows and of rows with a grammar, in turns: none, one and all of ``--rows`` have one,
+by a table, by tables near their limits, or by the host (a recursive one, which has no table); rows that start together,
+and a mixed load, in which a request follows another; what a mask costs, and the time until a tool's schema of 20
+properties has its first mask and its table.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections import defaultdict
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, median
 from time import perf_counter
 
 from lockstride import EngineClient, EngineConfig, PromptRequest, SamplingParams, open_engine, structured
 
 TOKENS = 200
+TURNS = 4  # the first one warms up
+HARD = 16  # tables: as many as there are places
+MIXED = 192  # requests
 TREE = {  # recursive: it has no table; and longer than an answer
     "type": "array",
     "items": {"$ref": "#/$defs/node"},
@@ -45,6 +51,74 @@ def schema(properties: int) -> dict[str, object]:
     return {"type": "object", "properties": named, "required": [*named], "additionalProperties": False}
 
 
+def strings(longest: int) -> str:
+    """About 19 states a character; 850 characters are 16,151 of 16,384 states."""
+    return structured(regex=f'("[^"]{{0,{longest}}}", )*')
+
+
+def together(rows: int) -> Iterator[tuple[list[int], int]]:
+    """(prompt, tokens) of each request."""
+    return (([100 + row] * 64, TOKENS) for row in range(rows))
+
+
+def mixed() -> Iterator[tuple[list[int], int]]:
+    draw = random.Random(62)
+    return (([100 + i] * draw.randint(64, 1024), draw.randint(TOKENS // 4, TOKENS)) for i in range(MIXED))
+
+
+class Load:
+    def __init__(self, client: EngineClient, rows: int) -> None:
+        self._client, self._rows = client, rows
+
+    @property
+    def _counters(self) -> Mapping[str, float]:
+        return self._client.engine.counters
+
+    def run(self, what: str, requests: Iterator[tuple[list[int], int]], grammars: Sequence[str]) -> None:
+        """Keeps ``rows`` requests at work. ``grammars``: of each of them, and of those that follow it; "": none."""
+        before, at = {**self._counters}, defaultdict[int, list[float]](list)
+        submitted = 0
+        while True:
+            while self._client.live < self._rows and (request := next(requests, None)) is not None:
+                prompt, tokens = request
+                own = grammars[submitted % self._rows]
+                sampling = SamplingParams(
+                    max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=submitted, grammar=own
+                )
+                self._client.submit(PromptRequest(prompt, sampling, key=submitted, stream=True))
+                submitted += 1
+            if not self._client.live:
+                break
+            turn = self._client.turn()
+            for delta in turn.deltas:
+                at[int(str(delta.key))].append(turn.at)
+        of = {"free": list[float](), "grammar": list[float]()}
+        for key, times in sorted(at.items()):
+            kind = "grammar" if grammars[key % self._rows] else "free"
+            of[kind].append(1e3 * (times[-1] - times[0]) / len(times[1:]))
+        shown = [f"{name} {median(ms):.3f}, mean {mean(ms):.3f} ms" for name, ms in of.items() if ms]
+        gained = {name: now - before[name] for name, now in self._counters.items() if name.startswith("grammar_")}
+        mask = 1e6 * gained["grammar_mask_seconds"] / (gained["grammar_masks"] or 1)
+        with_one = sum(map(bool, grammars))
+        print(
+            f"{with_one} of {self._rows} rows have a grammar, {what}: {'; '.join(shown)} a token, "
+            f"{mask:.0f} us a mask, {gained['grammar_tabled']} tables",
+            flush=True,
+        )
+
+    def until_tabled(self, grammars: Sequence[str]) -> float:
+        """Seconds."""
+        began = perf_counter()
+        for grammar in grammars:
+            before = self._counters["grammar_tabled"]
+            while self._counters["grammar_tabled"] == before and perf_counter() - began < 60:
+                sampling = SamplingParams(max_tokens=20, ignore_eos=True, grammar=grammar)
+                self._client.submit(PromptRequest([100] * 64, sampling))
+                while self._client.live:
+                    self._client.turn()
+        return perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -54,60 +128,37 @@ def main() -> None:
         "--load-format", default="safetensors", help="dummy: the folder has config.json, tokenizer.json"
     )
     asked = parser.parse_args()
-    strings, tree = structured(regex='("[^"]{0,30}", )*'), structured(json=TREE)
+    rows: int = asked.rows
     config = EngineConfig(
         model=asked.model,
         load_format=asked.load_format,
         device=asked.device,
-        max_num_seqs=asked.rows,
-        max_model_len=1024,
-        decode_buckets=(asked.rows,),
+        max_num_seqs=rows,
+        max_model_len=2048,
+        decode_buckets=(rows,),
+        prefill_attention="triton",
         warm=("greedy", "random"),  # "constrained" filters, too: what these rows need is captured as they come
     )
     with open_engine(config) as engine:
-        client, grammars = EngineClient(engine), engine.executor.grammars
-        assert grammars is not None
-        maker, grammars.maker = grammars.maker, None
+        client = EngineClient(engine)
+        load = Load(client, rows)
+        small, tree, hard = strings(30), structured(json=TREE), [strings(850 - i) for i in range(HARD)]
+        print(f"a table was there within {load.until_tabled([small]):.2f} s, tokenizer included", flush=True)
 
-        def run(what: str, constrained: int, grammar: str = strings) -> None:
-            before, at = dict(engine.counters), defaultdict[int, list[float]](list)
-            for row in range(asked.rows):
-                own = grammar if row < constrained else ""
-                sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, seed=row, grammar=own)
-                client.submit(PromptRequest([100 + row] * 64, sampling, key=row, stream=True))
-            while client.live:
-                turn = client.turn()
-                for delta in turn.deltas:
-                    at[int(str(delta.key))].append(turn.at)
-            each = [1e3 * (times[-1] - times[0]) / (TOKENS - 1) for _, times in sorted(at.items())]
-            free, others = each[constrained:], each[:constrained]
-            shown = [f"{name} {median(ms):.3f} ms" for name, ms in (("free", free), ("grammar", others)) if ms]
-            gained = {name: engine.counters[name] - before[name] for name in before if name.startswith("grammar_")}
-            mask = 1e6 * gained["grammar_mask_seconds"] / (gained["grammar_masks"] or 1)
-            print(
-                f"{constrained} of {asked.rows} rows have a grammar, {what}: {', '.join(shown)} a token, "
-                f"{mask:.0f} us a mask, {gained['grammar_tabled']} tables",
-                flush=True,
-            )
+        def turns(what: str, grammar: str, requests: str = "together") -> None:
+            for _ in range(TURNS):
+                for constrained in (0, 1, rows):
+                    made = together(rows) if requests == "together" else mixed()
+                    load.run(what, made, [grammar] * constrained + [""] * (rows - constrained))
 
-        def until_tabled(grammar: str) -> float:
-            """Seconds."""
-            before, began = engine.counters["grammar_tabled"], perf_counter()
-            while engine.counters["grammar_tabled"] == before and perf_counter() - began < 60:
-                sampling = SamplingParams(max_tokens=20, ignore_eos=True, grammar=grammar)
-                client.submit(PromptRequest([100] * 64, sampling))
-                while client.live:
-                    client.turn()
-            return perf_counter() - began
-
-        for constrained in (0, 1, 0, 1, asked.rows):  # the first two warm up
-            run("masks from the host", constrained)
-        run("of trees, masks from the host", asked.rows, tree)  # a first one, to compile it
-        run("of trees, masks from the host", asked.rows, tree)
-        grammars.maker = maker
-        print(f"its table was there within {until_tabled(strings):.2f} s, tokenizer included", flush=True)
-        for constrained in (0, 1, asked.rows) * 3:
-            run("masks from a table", constrained)
+        turns("table", small)
+        turns("table, mixed load", small, "mixed")
+        turns("recursive, by the host", tree)
+        took = load.until_tabled(hard)
+        print(f"{HARD} tables of up to 16,151 states were there within {took:.2f} s", flush=True)
+        for _ in range(TURNS):
+            load.run("none", together(rows), [""] * rows)
+            load.run(f"{HARD} tables near their limits", together(rows), [hard[row % HARD] for row in range(rows)])
         began = perf_counter()
         client.submit(PromptRequest([5], SamplingParams(max_tokens=1, grammar=structured(json=schema(20)))))
         compiled = perf_counter()  # the client waits for its own compiler, then the engine's thread for the rank's
@@ -115,7 +166,7 @@ def main() -> None:
             client.turn()
         waited = engine.counters["grammar_wait_seconds"]
         print(f"20 properties: {1e3 * (compiled - began):.1f} ms to compile, all waits of steps {1e3 * waited:.1f} ms")
-        print(f"their table was there within {until_tabled(structured(json=schema(20))):.2f} s")
+        print(f"their table was there within {load.until_tabled([structured(json=schema(20))]):.2f} s")
         client.close()
 
 

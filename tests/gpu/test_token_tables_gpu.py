@@ -67,8 +67,8 @@ def edits_of(tables: TokenTables, slots: torch.Tensor, states: torch.Tensor | No
     every = made.tables._replace(grammars=tables)
     recent = None if states is None else every.recent_SH[slots]
     own, grammars = (part.to(device, copy=True) for part in every[:-1]), (part.to(device, copy=True) for part in tables)
-    moved = (None if part is None else part.to(device) for part in (recent, states))
-    return RowEdits(LogitEdits._make((*own, TokenTables(*grammars))), slots.to(device), *moved)
+    recent, states = (None if part is None else part.to(device) for part in (recent, states))
+    return RowEdits(LogitEdits._make((*own, TokenTables(*grammars))), slots.to(device), recent, states)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -136,18 +136,25 @@ def test_states_and_newest_tokens_after_samples(vocab: int, width: int) -> None:
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_of_a_drafters_logits(vocab: int, reduced: bool, dtype: torch.dtype) -> None:
-    """Of whole rows and of shards with padding, by draft ids and by those of the target."""
+    """Of whole rows and of shards with padding, by draft ids and by those of the target, at the first place and after
+    a draft token."""
     tables, draw = tables_of(vocab)
     slots = torch.arange(ROWS) % SLOTS
-    states = torch.randint(2, STATES, (ROWS, 2), generator=draw, dtype=torch.int32)[:, 1]
+    states = torch.randint(2, STATES, (ROWS,), generator=draw, dtype=torch.int32)
+    tokens = torch.randint(0, vocab, (ROWS, 2), generator=draw)[:, 1]
+    has_table = tables.rows_S4[slots, reference.CLASSES] > 0
     ids = torch.randperm(vocab, generator=draw)[: vocab // 2] if reduced else None
     size, there = vocab if ids is None else len(ids), moved(tables)
     kernels = triton_kernels()
     assert kernels is not None
     for start in (0, size // 3):
         logits = torch.randn(ROWS, size - start + 5, generator=draw).to(dtype)  # five columns of padding
-        wanted = reference.bar_in_torch(logits.clone(), tables, slots, states, start, size, ids)
         there_ids = None if ids is None else ids.to(DEVICE)
-        where = slots.to(DEVICE), states.to(DEVICE), start, size, there_ids
-        assert torch.equal(kernels.bar(logits.to(DEVICE, copy=True), there, *where).cpu(), wanted)
-        assert wanted.isneginf().any(1).tolist() == [0 < slot < 7 for slot in slots.tolist()]
+        for before in (None, (states, tokens)):
+            wanted, got = logits.clone(), logits.to(DEVICE, copy=True)
+            after = reference.bar_in_torch(wanted, tables, slots, before, start, size, ids)
+            moved_before = None if before is None else (before[0].to(DEVICE), before[1].to(DEVICE))
+            found = kernels.bar(got, there, slots.to(DEVICE), moved_before, start, size, there_ids)
+            assert torch.equal(got.cpu(), wanted)
+            assert torch.equal(found.cpu()[has_table], after[has_table])
+            assert wanted.isneginf().any(1).tolist() == [0 < slot < 7 for slot in slots.tolist()]

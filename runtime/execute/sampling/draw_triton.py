@@ -28,8 +28,9 @@ COLUMNS = (
     *("repetition", "frequency", "presence", "tokens", "evidence"),
 )
 ANY_NUMBER = [*(f"{column}_stride" for column in COLUMNS), "stop_id_stride", "keys_stride", "parts", "vocab_start"]
-ANY_NUMBER += ["candidates", "stop_ids", "entries", "whole_vocab", "top", "top_n"]
+ANY_NUMBER += ["candidates", "stop_ids", "entries", "whole_vocab", "top", "top_n", "recent_stride"]
 ANY_POINTER = [f"{name}_ptr" for name in (*COLUMNS, "token", "ok", "count", "finish", "threshold", "largest", "keys")]
+ANY_POINTER += ["slots_ptr", "recent_ptr", "states_ptr", "ids_ptr"]  # of rows: views, or made in the step
 EXACT = {"enable_fp_fusion": False}  # a * b + c must round twice, as it does in torch
 _BLOCK = 2048
 _CANDIDATES = 128  # that one program of conclude reads at least: as many as rows of 262,144 logits are cut into

@@ -75,7 +75,7 @@ class SamplingVariant:
     ``top_logprobs`` most likely tokens (0..20). ``unbounded``: some row filters without a top_k of at most
     MOST_SHARED_TOP_K, so that ranks need whole rows of logits; without ranks to share them with it means nothing.
     ``edits``: logits of tokens that a request names (logit_edits.py). ``biases``: some row adds to them, so that edits
-    make a float32 copy.
+    make a float32 copy. ``grammars``: some row has a grammar, whose table masks draft tokens, too.
     """
 
     random: bool = False
@@ -87,6 +87,7 @@ class SamplingVariant:
     unbounded: bool = False
     edits: bool = False
     biases: bool = False
+    grammars: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -109,6 +110,7 @@ class SamplingVariant:
                 unbounded=p.filtered and not 0 < p.top_k <= MOST_SHARED_TOP_K,
                 edits=p.edits_logits,
                 biases=bool(p.logit_bias),
+                grammars=bool(p.grammar),
             )
         return features
 
@@ -142,16 +144,17 @@ class SamplingVariant:
         """Whether each rank can reduce its own share of the vocabulary to a fixed number of candidates a row."""
         return not self.unbounded and not self.logprobs
 
-    def on_ranks(self, ranks: int) -> SamplingVariant:
-        """The variant that is captured where so many ranks share a row: one rank draws all filters alike."""
-        return replace(self, unbounded=self.unbounded and ranks > 1)
+    def on_ranks(self, ranks: int, masks: bool = True) -> SamplingVariant:
+        """The variant that is captured where so many ranks share a row: one rank draws all filters alike. ``masks``:
+        draft tokens are masked by tables of grammars; without, these are edits like others."""
+        return replace(self, unbounded=self.unbounded and ranks > 1, grammars=self.grammars and masks)
 
 
 _numbers = attrgetter(*(f.name for f in fields(SamplingVariant)))
-EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, unbounded=True, edits=True, biases=True)
+EVERY_FEATURE = SamplingVariant(True, True, True, True, True, MAX_TOP_LOGPROBS, True, True, True, True)
 NARROWER_FEATURES = (  # what is offered where there is no memory for every feature at once
     replace(EVERY_FEATURE, penalties=False),
-    SamplingVariant(random=True, filters=True, min_tokens=True, unbounded=True, edits=True, biases=True),
+    replace(EVERY_FEATURE, penalties=False, logprobs=False, top_logprobs=0),
     SamplingVariant(random=True),
 )
 
@@ -167,7 +170,8 @@ KERNEL_VARIANTS = (
     SamplingVariant(random=True, filters=True, unbounded=True),
     SamplingVariant(random=True, filters=True, penalties=True, min_tokens=True, unbounded=True),
     SamplingVariant(logprobs=True),
-    SamplingVariant(random=True, edits=True),
+    SamplingVariant(edits=True, grammars=True),
+    SamplingVariant(random=True, edits=True, grammars=True),
     SamplingVariant(random=True, edits=True, biases=True),
     SamplingVariant(penalties=True, edits=True, biases=True),
     SamplingVariant(random=True, min_tokens=True, edits=True, biases=True),

@@ -65,16 +65,18 @@ class LogitEdits(NamedTuple):
 
 class RowEdits(NamedTuple):
     """What applies to R rows of logits: the tables, each row's slot (int64 [R]), what was generated before its token
-    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R]); None: what the slot has."""
+    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R]); None: what the slot has.
+    ``in_place``: as SlotFeature.processor."""
 
     tables: LogitEdits
     slots_R: Tensor
     recent_RH: Tensor | None = None
     states_R: Tensor | None = None
+    in_place: bool = False
 
     def apply(self, logits_RV: Tensor, vocab_start: int, rows: SamplingInputs, variant: SamplingVariant) -> Tensor:
-        """In place where nothing is added to logits, whose dtype holds -inf, and nothing reports them."""
-        return edit_logits(logits_RV, self, vocab_start, in_place=not (variant.biases or variant.logprobs))
+        """In place where nothing is added to logits, whose dtype holds -inf."""
+        return edit_logits(logits_RV, self, vocab_start, in_place=self.in_place and not variant.biases)
 
 
 class EditFeature(SlotFeature[LogitEdits]):
@@ -182,8 +184,8 @@ class EditFeature(SlotFeature[LogitEdits]):
             tables.sizes_S3[:, MASKED].index_fill_(0, staged["unmasked_T"], 0)
         load_tables(tables.grammars, staged)
 
-    def processor(self, view: RowView) -> RowEdits:
-        return edits_of(self.need(), view)
+    def processor(self, view: RowView, in_place: bool) -> RowEdits:
+        return edits_of(self.need(), view)._replace(in_place=in_place)
 
     def most_tokens(self, view: RowView) -> Tensor:
         """One for a request with a grammar: the mask is that of its next token."""

@@ -179,11 +179,11 @@ def _advance_kernel(
 
 
 def edit_logits(
-    logits_RV: Tensor, edits: tuple[Any, Tensor, Tensor | None, Tensor | None], vocab_start: int = 0, *,
+    logits_RV: Tensor, edits: tuple[Any, Tensor, Tensor | None, Tensor | None, bool], vocab_start: int = 0, *,
     in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Edited float32 or bfloat16 logits [R, V]: in place, or a float32 copy. ``edits``: RowEdits of logit_edits.py."""
-    (*tables, allowed_SW, recent_SH, (pool_PE, rows_S4)), slots_R, recent_RH, states_R = edits
+    (*tables, allowed_SW, recent_SH, (pool_PE, rows_S4)), slots_R, recent_RH, states_R, _ = edits
     rows, vocab = logits_RV.shape
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()

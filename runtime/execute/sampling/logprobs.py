@@ -46,6 +46,7 @@ class TokenLogprobs(NamedTuple):
 
 class LogprobFeature(SlotFeature[tuple[()]]):
     name = "logprobs"
+    reads_logits = True
 
     def make(self, slots: int) -> tuple[()]:
         return ()

@@ -71,7 +71,7 @@ class PenaltyFeature(SlotFeature[SeenTokens]):
             reset_slots_(self.need(), staged["reset_K"])
             load_tokens_(self.need(), staged["seen_slots_T"], staged["seen_T"], staged["in_prompt_T"])
 
-    def processor(self, view: RowView) -> SeenTokens:
+    def processor(self, view: RowView, in_place: bool) -> SeenTokens:
         return seen_before(self.need().select(view.slots_B), view)
 
     def advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:

@@ -132,24 +132,31 @@ def barred_in_torch(tables: TokenTables, slots_R: Tensor, states_R: Tensor | Non
 
 
 def bar(
-    logits_RV: Tensor, tables: TokenTables, slots_R: Tensor, states_R: Tensor, vocab_start: int = 0, size: int = 0,
-    ids_V: Tensor | None = None,
+    logits_RV: Tensor, tables: TokenTables, slots_R: Tensor, before: tuple[Tensor, Tensor] | None = None,
+    vocab_start: int = 0, size: int = 0, ids_V: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Logits of a drafter, of its ids from ``vocab_start`` on, in place: -inf where the token may not follow in
-    ``states_R`` (int32). ``size``: draft ids that there are; ``ids_V``: the target's id (int64) of each, None: the
-    same."""
+    """Logits of a drafter, of its ids from ``vocab_start`` on, in place: -inf where the token may not follow.
+
+    ``before``: the state of the place before (int32 [R]) and the draft token there (int64 [R]); None: the slots' states
+    count. ``size``: draft ids that there are; ``ids_V``: the target's id (int64) of each, None: the same. Returns the
+    state of this place, int32 [R]; of a row without a table any number."""
     kernels = kernels_for(logits_RV)
     how = bar_in_torch if kernels is None else kernels.bar
-    return how(logits_RV, tables, slots_R, states_R, vocab_start, size, ids_V)
+    return how(logits_RV, tables, slots_R, before, vocab_start, size, ids_V)
 
 
 def bar_in_torch(
-    logits_RV: Tensor, tables: TokenTables, slots_R: Tensor, states_R: Tensor, vocab_start: int, size: int,
-    ids_V: Tensor | None,
+    logits_RV: Tensor, tables: TokenTables, slots_R: Tensor, before: tuple[Tensor, Tensor] | None, vocab_start: int,
+    size: int, ids_V: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The reference of ``bar``; on CUDA it is one launch."""
+    rows_R4 = tables.rows_S4.index_select(0, slots_R)
+    states_R = rows_R4[:, STATE]
+    if before is not None:
+        after_R = _next_states(tables, rows_R4, *before).clamp(min=START)
+        states_R = torch.where(rows_R4[:, CLASSES] > 0, after_R, 0)
     last = min(vocab_start + logits_RV.shape[1], size)
     drafts_V = torch.arange(vocab_start, max(vocab_start, last), device=logits_RV.device)
     barred_RV = barred_in_torch(tables, slots_R, states_R, drafts_V if ids_V is None else ids_V[drafts_V])
     logits_RV[:, : len(drafts_V)].masked_fill_(barred_RV, float("-inf"))
-    return logits_RV
+    return states_R

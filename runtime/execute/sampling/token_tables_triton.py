@@ -59,19 +59,27 @@ def _states_kernel(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _bar_kernel(
-    logits_ptr, ids_ptr, pool_ptr, rows_ptr, slots_ptr, states_ptr, logits_stride, states_stride, vocab, vocab_start,
-    size, NOTHING: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, ids_ptr, pool_ptr, rows_ptr, slots_ptr, states_ptr, tokens_ptr, after_ptr, logits_stride, tokens_stride,
+    vocab, vocab_start, size,
+    AFTER: tl.constexpr, NOTHING: tl.constexpr, FIRST: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    begin, following, classes = table_of(rows_ptr, tl.load(slots_ptr + row))
+    slot = tl.load(slots_ptr + row)
+    begin, following, classes = table_of(rows_ptr, slot)
     if classes > 0:
+        if AFTER:
+            token = tl.load(tokens_ptr + row * tokens_stride)
+            state = state_after(pool_ptr, begin, following, classes, tl.load(states_ptr + row), token)
+            state = tl.maximum(state, FIRST)
+        else:
+            state = tl.load(rows_ptr + slot * 4 + 3)
+        tl.store(after_ptr + row, state)  # the same by every program of the row
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        token = column + vocab_start
-        inside = (column < vocab) & (token < size)
+        tokens = column + vocab_start
+        inside = (column < vocab) & (tokens < size)
         if HAS_IDS:
-            token = tl.load(ids_ptr + token, mask=inside, other=0).to(tl.int32)
-        state = tl.load(states_ptr + row * states_stride)
-        of = tl.load(pool_ptr + begin + token, mask=inside, other=0).to(tl.int32)
+            tokens = tl.load(ids_ptr + tokens, mask=inside, other=0).to(tl.int32)
+        of = tl.load(pool_ptr + begin + tokens, mask=inside, other=0).to(tl.int32)
         after = tl.load(pool_ptr + following + state * classes + of, mask=inside, other=0)
         barred = inside & (after == NOTHING)
         tl.store(logits_ptr + row * logits_stride + column, float("-inf"), mask=barred)
@@ -90,16 +98,18 @@ def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
 
 
 def bar(
-    logits_RV: Tensor, tables: tuple[Tensor, Tensor], slots_R: Tensor, states_R: Tensor, vocab_start: int, size: int,
-    ids_V: Tensor | None,
+    logits_RV: Tensor, tables: tuple[Tensor, Tensor], slots_R: Tensor, before: tuple[Tensor, Tensor] | None,
+    vocab_start: int, size: int, ids_V: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """token_tables.bar. Logits and states may be strided by row."""
+    """token_tables.bar. Logits and tokens may be strided by row."""
     (pool_PE, rows_S4), (rows, vocab) = tables, logits_RV.shape
     if logits_RV.stride(1) != 1:
         raise ValueError(f"a drafter's logits have strides {logits_RV.stride()}: a row's must lie side by side")
+    after_R = torch.empty(rows, dtype=torch.int32, device=logits_RV.device)
+    states_R, tokens_R = (after_R, slots_R) if before is None else before
     _bar_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-        logits_RV, slots_R if ids_V is None else ids_V, pool_PE, rows_S4, slots_R, states_R, logits_RV.stride(0),
-        states_R.stride(0), vocab, vocab_start, size,
-        NOTHING=SINK, HAS_IDS=ids_V is not None, BLOCK=_BLOCK, num_warps=8,
+        logits_RV, slots_R if ids_V is None else ids_V, pool_PE, rows_S4, slots_R, states_R, tokens_R, after_R,
+        logits_RV.stride(0), tokens_R.stride(0), vocab, vocab_start, size,
+        AFTER=before is not None, NOTHING=SINK, FIRST=START, HAS_IDS=ids_V is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    return logits_RV
+    return after_R

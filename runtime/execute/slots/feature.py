@@ -39,6 +39,7 @@ class SlotFeature(Generic[T]):
     """
 
     name = ""
+    reads_logits = False  # ``report`` reads the model's own logits
     grammars: Grammars | None = None  # of the model's tokenizer
 
     def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
@@ -77,8 +78,8 @@ class SlotFeature(Generic[T]):
 
     # ---- in a step; graph-safe: fixed shapes, no host read ----
 
-    def processor(self, view: RowView) -> LogitsProcessor | None:
-        """What changes the logits of these samples; None for nothing."""
+    def processor(self, view: RowView, in_place: bool) -> LogitsProcessor | None:
+        """What changes the logits of these samples; None for nothing. ``in_place``: no feature reads them after it."""
         return None
 
     def most_tokens(self, view: RowView) -> Tensor | None:

@@ -72,9 +72,9 @@ class DraftTokens(DecodeTokens):
         self.drafted = memory.drafted(self._parts, drafts)
 
     def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
-        """Sampled draft tokens need temperature and filters; tables of grammars are among edits."""
+        """Sampled draft tokens need temperature and filters, masked ones tables of grammars."""
         kind = SamplingVariant(random=True, filters=variant.filters) if draws(self._proposer, variant) else GREEDY
-        return replace(kind, edits=masks(self._proposer, variant))
+        return replace(kind, grammars=masks(self._proposer, variant))
 
     def propose(self, rows: int, variant: SamplingVariant) -> None:
         staged = self._parts.staging.padded_chunks(rows)

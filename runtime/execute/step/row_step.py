@@ -129,12 +129,15 @@ class RowStep:
                 self.try_variant(bucket, GREEDY)
 
     def compile_sampling(self) -> None:
-        """Run every sampling kernel once in every form, so that no request waits for a compiler; nothing on a CPU."""
-        if self._parts.device.torch_device.type == "cpu":
+        """Propose and sample for padding with every kernel in every form, so that no request waits for a compiler;
+        nothing on a CPU."""
+        parts, device = self._parts, self._parts.device.torch_device
+        if device.type == "cpu":
             return
-        ranks = self._parts.model.collectives.size
-        for variant in dict.fromkeys(variant.on_ranks(ranks) for variant in KERNEL_VARIANTS):
-            self._tail.rehearse(self._parts.config.decode_buckets[0], variant)
+        rows_B = torch.full((parts.config.decode_buckets[0],), PADDING_SLOT, dtype=torch.int64, device=device)
+        for variant in dict.fromkeys(variant.on_ranks(parts.model.collectives.size) for variant in KERNEL_VARIANTS):
+            with parts.tables.trial(slots=PADDING_SLOT + 1):
+                self._tail.rehearse(self._gather(rows_B, variant), self.width, variant)
 
     def try_variant(self, bucket: int, variant: SamplingVariant, exchange: int = 0) -> None:
         """Run one step over padding, uncaptured: nothing is reported or kept."""

@@ -23,7 +23,6 @@ from runtime.execute.slot_state import SlotTables
 from runtime.execute.slots.feature import RowView
 from runtime.execute.step.commit import Committed, commit
 from runtime.execute.step.gather import Rows
-from runtime.schedule.plan import PADDING_SLOT
 
 
 class Tail:
@@ -65,16 +64,17 @@ class Tail:
                 rows = replace(rows, limit_B=limit_B, scripted_B=scripted_B)
         return rows
 
-    def rehearse(self, rows: int, variant: SamplingVariant) -> None:
-        """Sample for ``rows`` rows of padding, so that the variant's kernels are compiled; writes nothing."""
-        model, tables = self._model, self._tables
-        device = tables.columns.records.device
-        padding_B = torch.full((rows,), PADDING_SLOT, dtype=torch.int64, device=device)
-        hidden_BN = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
-        sampling, view = tables.gather(padding_B).sampling(), RowView(padding_B, padding_B[:, None])
-        with tables.trial(slots=PADDING_SLOT + 1):
-            self._draw(model.logits(hidden_BN), sampling, variant, view)
-            self._advance(padding_B, padding_B[:, None], torch.zeros_like(padding_B, dtype=torch.int32), variant)
+    def rehearse(self, rows: Rows, width: int, variant: SamplingVariant) -> None:
+        """Sample for ``rows`` of padding, so that the variant's kernels are compiled; writes nothing."""
+        model, (slots_B, tokens_BW, drafted) = self._model, (rows.rows_B, rows.tokens_BW, rows.drafted)
+        shape = tokens_BW.numel(), model.config.hidden_size
+        hidden_TN = torch.zeros(shape, dtype=model.dtype, device=slots_B.device)
+        view = RowView(slots_B, tokens_BW, rows.tree, width)
+        self._draw(model.logits(hidden_TN), rows.sampling, variant, view, drafted)
+        if drafted is not None:  # as beside prefill chunks, where some rows have no draft tokens
+            drafted = drafted._replace(rows_B=rows.live_BW[:, 0])
+            self._draw(model.logits(hidden_TN), rows.sampling, variant, view, drafted)
+        self._advance(slots_B, tokens_BW, torch.zeros_like(slots_B, dtype=torch.int32), variant)
 
     def _draw(
         self, local_TV: Tensor, sampling: SamplingInputs, variant: SamplingVariant, view: RowView,
@@ -83,7 +83,9 @@ class Tail:
         """Samples, and what is reported with them. Sampled draft tokens: by rejection sampling, over whole rows of
         logits on every rank."""
         model, features = self._model, self._tables.features_of(variant)
-        sampling = replace(sampling, processors=tuple(filter(None, (one.processor(view) for one in features))))
+        in_place = not any(one.reads_logits for one in features)
+        processors = filter(None, (one.processor(view, in_place) for one in features))
+        sampling = replace(sampling, processors=tuple(processors))
         if drafted is None and variant.vocabulary_parallel and model.collectives.size > 1:  # a few candidates a row
             share_BX = local_share(local_TV, model.vocab_shard.start, sampling, variant, model.config.vocab_size)
             shares_BX = model.collectives.all_gather_keys(share_BX, largest=not variant.filters)

@@ -79,7 +79,7 @@ _UNALIGNED = ("rows", "drawn", "count", "finish", "guesses", "nodes", "limit", "
 
 
 @triton.jit(
-    do_not_specialize=["rows", "tokens", "guesses_stride", "positions"],
+    do_not_specialize=["rows", "tokens", "guesses_stride", "positions", "limited"],
     do_not_specialize_on_alignment=[*(f"{name}_ptr" for name in _UNALIGNED), "kv_slot_ptr"],
 )
 def _commit_window_kernel(
@@ -88,8 +88,8 @@ def _commit_window_kernel(
     finished_ptr, history_ptr, ring_ptr, appended_ptr, out_token_ptr, out_count_ptr, out_finish_ptr, out_slot_ptr,
     out_kept_ptr, out_kept_kv_slot_ptr, out_last_ptr, out_gained_ptr, path_ptr, path_token_id_ptr, path_position_ptr,
     path_kv_slot_ptr, rows, tokens, guesses_stride, positions, words, last_token_stride, ring_stride, entries, stamps,
-    STOP: tl.constexpr, ERROR: tl.constexpr, NO_GUESS: tl.constexpr, WIDTH: tl.constexpr, TREE: tl.constexpr,
-    LIMITED: tl.constexpr, SCRIPTED: tl.constexpr, REMEMBERS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    limited, STOP: tl.constexpr, ERROR: tl.constexpr, NO_GUESS: tl.constexpr, WIDTH: tl.constexpr, TREE: tl.constexpr,
+    SCRIPTED: tl.constexpr, REMEMBERS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows at a time, a lane for each of a row's WIDTH tokens."""
     appended = tl.load(appended_ptr)
@@ -123,8 +123,8 @@ def _commit_window_kernel(
         # A row ends at its first lane from which it does not go on.
         end = tl.min(tl.where(foreseen & (finish == 0), LANES, lane), 1)
         reached = inside & (lane <= end[:, None])
-        if LIMITED:
-            reached = reached & (lane < tl.load(limit_ptr + row, mask=real, other=0)[:, None])
+        limit = tl.load(limit_ptr + row, mask=real & (limited != 0), other=WIDTH)
+        reached = reached & (lane < limit[:, None])
         count = tl.sum(tl.where(reached, counts, 0), 1)
         reason = tl.sum(tl.where(reached, finish, 0), 1)
         newest_lane = tl.maximum(count - 1, 0)
@@ -242,14 +242,14 @@ def commit(
     )  # fmt: skip
     lanes = triton.next_power_of_2(width)
     _commit_window_kernel[(1,)](
-        rows_B, *drawn, guesses_BQ, rows_B if nodes_BW is None else nodes_BW, rows_B if limit_B is None else limit_B,
+        rows_B, *drawn, guesses_BQ, rows_B if nodes_BW is None else nodes_BW, drawn[1] if limit_B is None else limit_B,
         rows_B if scripted_B is None else scripted_B, *asked, *old, *table,
         buffer_EX if history_SL is None else history_SL, buffer_EX, appended_1, *committed[:8],
         *((committed.token,) * 4 if path is None else path), rows, tokens, guesses_BQ.stride(0),
         0 if history_SL is None else history_SL.shape[1], table[1].stride(0), table[0].stride(0), buffer_EX.stride(0),
-        len(buffer_EX), stamps,
+        len(buffer_EX), stamps, int(limit_B is not None),
         STOP=codes[0], ERROR=codes[1], NO_GUESS=no_guess, WIDTH=width, TREE=nodes_BW is not None,
-        LIMITED=limit_B is not None, SCRIPTED=scripted_B is not None, REMEMBERS=history_SL is not None, LANES=lanes,
+        SCRIPTED=scripted_B is not None, REMEMBERS=history_SL is not None, LANES=lanes,
         ROWS=min(triton.next_power_of_2(rows), max(1, _AT_ONCE // lanes)), num_warps=8,
     )  # fmt: skip
     return committed

@@ -61,6 +61,7 @@ from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels, nvidia
 from tests.models.kernels.rank_without_gpu import (
     BOUNDED,
     BUCKETS,
+    DRAFTS,
     EDITED,
     META,
     MOST_PREFILL,
@@ -250,14 +251,10 @@ def grammar_tables(driver: CompilingDriver) -> None:
         slots_B, tokens_BW = made(batch, dtype=torch.int64), made(batch, width, dtype=torch.int64)
         token_tables_triton.table_states(grammars, RowView(slots_B, tokens_BW, nodes))
         logit_edits_triton.advance_edits(tables, slots_B, tokens_BW, made(batch))
-    of_drafter = (
-        made(batch, vocab, dtype=torch.bfloat16),
-        grammars,
-        made(batch, dtype=torch.int64),
-        made(batch, 8)[:, 1],
-    )
+    logits, slots_B = made(batch, vocab, dtype=torch.bfloat16), made(batch, dtype=torch.int64)
     for ids_V in (None, made(vocab, dtype=torch.int64)):
-        token_tables_triton.bar(*of_drafter, 0, vocab, ids_V)
+        for before in (None, (made(batch), made(batch, 8, dtype=torch.int64)[:, 1])):
+            token_tables_triton.bar(logits, grammars, slots_B, before, 0, vocab, ids_V)
 
 
 def same_bits(driver: CompilingDriver, shape: str, buckets: Sequence[int] = (1, 32, 64, 128), **more: Any) -> None:
@@ -838,7 +835,8 @@ def late(driver: CompilingDriver, rank: Rank) -> list[dict[str, str]]:
     known = set(driver.asked)
     around_steps = (2**power + more for power in range(1, 13) for more in (-1, 0, 1))  # where choices and tiles change
     for tokens in (*around_steps, 13, 40, 200, 777, MOST_PREFILL - 1):
-        rank.prefill(tokens)
+        if not rank.drafts:  # which change no prefill
+            rank.prefill(tokens)
     for features in SAMPLING:
         for bucket in (1, 2, 8, 40, BUCKETS[-1]):
             rank.decode(bucket, features)
@@ -863,6 +861,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
     parser.add_argument("--most-demanding", action="store_true", help="of a part: a launch a kernel and its dtypes")
+    parser.add_argument("--drafts", choices=DRAFTS, help="steps with draft windows, too; what --late tells of them")
     parser.add_argument("--same-bits", action="store_true", help="the kernels of the deterministic mode")
     parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")
     parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
@@ -878,7 +877,15 @@ def main() -> None:
         found = [*driver.found.values()]
     else:
         dtype = getattr(torch, options.dtype)
-        rank = Rank(driver, options.shape, tp=options.tp, ep=options.ep, dtype=dtype, same_bits=options.same_bits)
+        rank = Rank(
+            driver,
+            options.shape,
+            tp=options.tp,
+            ep=options.ep,
+            dtype=dtype,
+            same_bits=options.same_bits,
+            drafts=options.drafts,
+        )
         if options.late:
             for line in late(driver, rank):
                 print(json.dumps(line) if options.json else f"{line['kernel']}: {line['where']}")

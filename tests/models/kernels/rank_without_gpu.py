@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.drafters.draft_head import DraftHead
 from models.inputs import DecodeAttention
 from models.kernels.matmul.choice_table import ChoiceTable, Gemv, LinearShape, Skinny, Wide
 from models.layers.attention import Attention
@@ -35,20 +36,25 @@ from parallel.layers.experts import ExpertSplit
 from parallel.layers.weight import Weight
 from runtime.config import DEVICE_DEFAULTS
 from runtime.execute.cache.pool import CachePool
+from runtime.execute.proposer import Observed, Proposed, Proposer, ProposerParts
 from runtime.execute.result_ring import ResultRing
-from runtime.execute.sampling import logit_edits, logprobs, penalties, sampler, token_tables
+from runtime.execute.sampling import logit_edits, logprobs, penalties, rejection, sampler, token_tables
 from runtime.execute.sampling.inputs import TOP_LOGPROBS, SamplingVariant
 from runtime.execute.sampling.kernels import triton_kernels
 from runtime.execute.sampling.logprobs import StepPromptLogprobs, score_words
-from runtime.execute.slot_state import SlotTables
+from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.staging import Chunks
 from runtime.execute.step.memory import ExecutorConfig, StepParts
 from runtime.execute.step.packed_pass import Lengths
 from runtime.execute.step.step_io_kernels import triton_kernels as step_kernels
 from runtime.schedule.config import StepLimits
+from runtime.speculate import guesses
+from runtime.speculate.draft_kernels import triton_kernels as draft_kernels
+from runtime.speculate.guesses import Drafter, Guesses, ProbabilisticProposer
+from runtime.speculate.tree import TreeProposer
 from tests.models.kernels.compiling_driver import CAPABILITY, MULTIPROCESSORS, CompilingDriver
 from tests.models.kernels.nvidia_kernels import invariant_nvidia_kernels, nvidia_kernels
-from tests.plant import Kernels, make_decode_step, make_prefill_step, plant
+from tests.plant import Kernels, make_decode_step, make_prefill_step, make_window_step, plant
 
 META = torch.device("meta")
 SHAPES = Path(__file__).parents[3] / "models/shapes"
@@ -68,6 +74,8 @@ SAMPLING = (
     EDITED,
     dataclasses.replace(EDITED, penalties=False, min_tokens=False),
     SamplingVariant(random=True, edits=True),
+    SamplingVariant(edits=True, grammars=True),
+    SamplingVariant(random=True, filters=True, edits=True, grammars=True),
     _ALL,
     dataclasses.replace(_ALL, unbounded=True),
     *(dataclasses.replace(_ALL, logprobs=True, top_logprobs=top) for top in TOP_LOGPROBS),
@@ -81,12 +89,14 @@ def play_an_h200(capability: tuple[int, int] = CAPABILITY) -> None:
     cuda.get_device_capability = lambda device=None: capability
     cuda.get_device_name = lambda device=None: "NVIDIA H200"
     cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
-    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties, token_tables)
+    modules: tuple[Any, ...] = (nvidia, tuned, sampler, logprobs, logit_edits, penalties, token_tables, rejection)
     for module in modules[:2]:
         module.CublasLtLinear = _NoCublasLt
         module.unsupported = lambda device: None
     for module in modules[2:]:
         module.kernels_for = lambda tensor: triton_kernels()
+    of_drafts: Any = guesses
+    of_drafts.sampling_kernels, of_drafts.kernels_for = modules[2].kernels_for, lambda tensor: draft_kernels()
     plant(pytest.MonkeyPatch(), lambda *_: step_kernels(), part="step.kernels")
 
 
@@ -154,6 +164,31 @@ class FirstRank(Collectives):
         return self.dispatch.kernel_for(x) if self.size > 1 else None
 
 
+class HeadAlone(Drafter):
+    """A drafter without layers: the target's head, for all places at once."""
+
+    name, reads_hidden = "head", False
+
+    def __init__(self, parts: ProposerParts) -> None:
+        self._model = model = parts.model
+        self.head = DraftHead(model.logits, model.vocab_shard, model.collectives, None)
+        self.tables = parts.tables
+
+    def guess(self, rows_B: Tensor, columns: SlotColumns, count: int, guesses: Guesses) -> Proposed:
+        shape = len(rows_B), count, self._model.config.hidden_size
+        guesses.take(torch.zeros(shape, dtype=self._model.dtype, device=META))
+        return guesses.proposed()
+
+    def observe(self, observed: Observed) -> None:
+        """It reads nothing."""
+
+
+DRAFTS: dict[str, Callable[[ProposerParts], Proposer]] = {  # kinds of draft tokens
+    "sampled": lambda parts: ProbabilisticProposer(parts.device, HeadAlone(parts)),
+    "tree": lambda parts: TreeProposer(parts, HeadAlone(parts), 2),
+}
+
+
 class Rank:
     """The first rank of a group: a few layers of a shape (the first has no residual yet), its slots, and its steps."""
 
@@ -168,6 +203,7 @@ class Rank:
         kv_dtype: torch.dtype | None = None,
         same_bits: bool = False,
         layers: int = 2,
+        drafts: str | None = None,
     ) -> None:
         config = config_from_folder(SHAPES / f"qwen3-{shape}")
         experts = config.experts and dataclasses.replace(config.experts, layers=tuple(range(layers)))
@@ -187,13 +223,17 @@ class Rank:
         compute = SimpleNamespace(submit=_now, synchronize=_nothing)
         zeros = partial(torch.zeros, device=META)
         device = cast(Any, SimpleNamespace(torch_device=META, zeros=zeros, pinned=zeros, compute=compute))
-        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=1, reported=2 + 2 * TOP_LOGPROBS[-1])
-        limits = StepLimits(BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length)
+        width, tree = (1 if drafts is None else 4), (8 if drafts == "tree" else 0)
+        ring = ResultRing(device, entries=3, rows=BUCKETS[-1], width=width, reported=2 + 2 * TOP_LOGPROBS[-1])
+        limits = StepLimits(
+            BUCKETS[-1], 2 * BUCKETS[-1], block_size=PAGE, max_model_len=config.max_length, width=width, tree=tree
+        )
         slots = SlotTables(
             device,
             max_requests=limits.slots,
             max_blocks=limits.max_blocks,
             vocab_size=config.vocab_size,
+            history=0 if drafts is None else limits.max_model_len + width,
         )
         staging = cast(
             Any, SimpleNamespace(row_map=lambda role, rows: torch.zeros(rows, dtype=torch.int64, device=META))
@@ -203,15 +243,23 @@ class Rank:
         self._kv = pool.paged
         sizes = ExecutorConfig(limits, BUCKETS, memory_fraction=0.9, num_blocks=63, agree_min=int)
         parts = StepParts(device, self.model, caches, pool, slots, ring, staging, sizes)
+        if drafts is not None:
+            parts = dataclasses.replace(
+                parts, proposer=DRAFTS[drafts](ProposerParts(device, self.model, pool, slots, limits))
+            )
         self._decode, self._prefill = make_decode_step(parts), make_prefill_step(parts)
+        self.drafts = drafts is not None
+        self._rows = [self._decode] if drafts is None else [self._decode, make_window_step(parts)]
 
     def decode(self, bucket: int, features: SamplingVariant = GREEDY) -> None:
         self._driver.where = f"{self._name}, decode x{bucket}, {features}"
-        self._decode.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
+        for step in self._rows:
+            step.decode(torch.zeros(bucket, dtype=torch.int64, device=META), features)
 
     def compile_sampling(self) -> None:
         self._driver.where = f"{self._name}, sampling kernels"
-        self._decode.compile_sampling()
+        for step in self._rows:
+            step.compile_sampling()
 
     def prefill(self, tokens: int, rows: int = 1, scored: int = 0) -> None:
         """``scored`` prompt tokens with their log-probabilities."""

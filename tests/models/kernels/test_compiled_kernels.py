@@ -309,6 +309,7 @@ def test_every_launch_of_a_rank_fits(shape: str, size: int, options: tuple[str, 
         ("--shape", "30b-a3b", "--tp", "2", "--ep"),
         ("--shape", "8b", "--same-bits"),
         ("--shape", "30b-a3b", "--same-bits"),
+        *(("--shape", "0.6b", "--drafts", drafts) for drafts in ("sampled", "tree")),
     ],
     ids=" ".join,
 )

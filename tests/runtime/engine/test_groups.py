@@ -455,11 +455,11 @@ def test_the_room_that_is_agreed_on_is_the_least_of_all(rooms: tuple[int, ...], 
 
 
 def test_every_group_replays_the_widest_bucket_and_variant() -> None:
-    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 1, 0, 1)
+    curious = (4, 0, 1, 0, 1, 0, 1, 5, 1, 1, 1, 1, 0, 1)
     spec = joined(decode(2), curious, variant=SamplingVariant(filters=True))
     assert spec is not None
     assert (spec.shape.rows, spec.plan.slots, spec.shape.exchange) == (4, (1, 2), 4)
-    assert spec.shape.variant == SamplingVariant(True, True, True, False, True, 5, True, True, True)
+    assert spec.shape.variant == SamplingVariant(True, True, True, False, True, 5, True, True, True, True)
     idle = joined(None, curious)
     assert idle is not None
     assert (idle.kind, idle.role, idle.shape.rows, idle.plan.slots) == (StepKind.DECODE, "decode", 4, ())

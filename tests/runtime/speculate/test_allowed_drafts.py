@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,19 +13,23 @@ from torch import Tensor
 from models.drafters.draft_head import DraftHead
 from parallel.comm.collectives import SingleRank
 from parallel.layers.shard import VocabShard
-from runtime.execute.proposer import Observed, Proposed, ProposerParts
+from runtime.execute.proposer import Observed, Proposed, ProposerParts, guesses_for
+from runtime.execute.sampling import token_tables
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.sampling.token_tables import CLASSES, TokenTables, barred_in_torch, table_states
 from runtime.execute.slot_state import SlotColumns
 from runtime.execute.slots.feature import RowView
+from runtime.schedule.request import SamplingParams
 from runtime.speculate.guesses import AllowedGuesses, BranchingGuesses, LikeliestGuesses, ProbabilisticProposer
+from runtime.speculate.synthetic import scripted
 from tests.gpu.test_token_tables_gpu import tables_of
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.lives import Life, live, oracle, same
 from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.test_grammar import EOS, GRAMMARS, VOCABULARY, check, mixture
 from tests.runtime.speculate.recorded import SHAPE, Drafter
+from tests.runtime.speculate.test_synthetic import columns_of
 
 pytest.importorskip("llguidance")
 
@@ -59,11 +64,11 @@ def test_guesses_are_the_likeliest_of_those_that_may_follow(ids: int | None) -> 
     head = DraftHead(lambda hidden: hidden @ weight.t(), VocabShard(size, 0, size + 3), SingleRank(), ids_V)
     slots = torch.arange(9)
     hidden = torch.randn(len(slots), count, 24, generator=draw)
-    taken = AllowedGuesses(LikeliestGuesses, head, tables, slots, count).take(hidden)
-    one_by_one = AllowedGuesses(LikeliestGuesses, head, tables, slots, count)
+    taken = AllowedGuesses(LikeliestGuesses, head, tables, slots).take(hidden)
+    one_by_one = AllowedGuesses(LikeliestGuesses, head, tables, slots)
     assert torch.equal(torch.cat([one_by_one.take(hidden[:, q : q + 1]) for q in range(count)], 1), taken)
     assert torch.equal(one_by_one.proposed().tokens_BQ, taken)
-    branching = AllowedGuesses(lambda head: BranchingGuesses(head, 3), head, tables, slots, count)
+    branching = AllowedGuesses(lambda head: BranchingGuesses(head, 3), head, tables, slots)
     assert torch.equal(branching.take(hidden), taken)
     assert torch.equal(branching.kind.candidates().ids_BQC[:, :, 0], taken)
 
@@ -79,6 +84,68 @@ def test_guesses_are_the_likeliest_of_those_that_may_follow(ids: int | None) -> 
         left = logits[:, place].masked_fill(barred, float("-inf"))
         some = ~barred.all(1)
         assert torch.equal(taken[some, place], draft_ids[left.argmax(1)][some])
+
+
+def test_a_place_takes_one_step_of_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask a place; the states after the drafts before it are not computed again."""
+    vocabulary, places = 97, 6
+    tables, draw = tables_of(vocabulary)
+    head = DraftHead(lambda hidden: hidden.clone(), VocabShard(vocabulary, 0, vocabulary), SingleRank(), None)
+    taken = list[str]()
+
+    def count(name: str) -> None:
+        inner = getattr(token_tables, name)
+
+        def counted(*given: Any) -> Any:
+            taken.append(name)
+            return inner(*given)
+
+        monkeypatch.setattr(token_tables, name, counted)
+
+    count("_next_states")
+    count("bar_in_torch")
+    guesses = AllowedGuesses(LikeliestGuesses, head, tables, torch.arange(9))
+    guesses.take(torch.randn(9, places, vocabulary, generator=draw))
+    assert taken == ["bar_in_torch", *["bar_in_torch", "_next_states"] * (places - 1)]
+
+
+GRAMMAR = SamplingParams(temperature=0.0, grammar="start: /a/")
+PLAIN = SamplingParams(logit_bias=((3, 1.0),), bad_words_token_ids=((4,),), temperature=1.0)
+
+
+class Named:
+    """A proposer whose draft tokens say who was asked."""
+
+    name, layers, reads_hidden = "named", (), False
+
+    def propose(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return Proposed(torch.full((len(rows_B), count), 1))
+
+    def observe(self, observed: Observed) -> None:
+        pass
+
+
+class NamedMasks(Named):
+    def allowed(self, rows_B: Tensor, columns: SlotColumns, count: int) -> Proposed:
+        return Proposed(torch.full((len(rows_B), count), 2))
+
+
+@pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize("proposer", [Named(), NamedMasks()], ids=["none", "masks"])
+def test_steps_with_a_grammar_mask_drafts_and_no_others(proposer: Named, script: bool) -> None:
+    """Also where a script accepts them. Edits without a grammar cost a drafter nothing."""
+    columns, parts = columns_of(4), SimpleNamespace(device=SimpleNamespace(torch_device=torch.device("cpu")))
+    asked = scripted(lambda _: proposer, (0.5, 0.5))(cast(ProposerParts, parts)) if script else proposer
+    for params, masked in (([PLAIN], False), ([PLAIN, GRAMMAR], isinstance(proposer, NamedMasks))):
+        proposed = guesses_for(asked, torch.arange(4), columns, 2, SamplingVariant.covering(params))
+        assert set(proposed.tokens_BQ.flatten().tolist()) == {2 if masked else 1}
+        assert (proposed.scripted_B is not None) == script
+
+
+def test_without_masks_of_drafts_a_grammar_is_an_edit_like_others() -> None:
+    """No graph of its own is captured for it."""
+    assert SamplingVariant.covering([GRAMMAR]).on_ranks(1, masks=False) == SamplingVariant(edits=True)
+    assert SamplingVariant.covering([GRAMMAR]).on_ranks(1) == SamplingVariant(edits=True, grammars=True)
 
 
 class Checked:
