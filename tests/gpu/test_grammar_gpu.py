@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 
 from runtime.build import warm_variants
 from runtime.execute.device.cuda import CudaDevice
+from runtime.execute.proposer import ProposerParts
 from runtime.grammar import Grammars
 from runtime.schedule.speculation import Speculation
+from runtime.speculate.guesses import ProbabilisticProposer
 from runtime.speculate.methods import proposer_for
 from runtime.speculative_config import speculative_config
 from tests.gpu.test_engine_gpu import SHAPE, gpu_rig
@@ -128,3 +131,28 @@ def test_masked_drafts_are_kept_more_often(kind: str, tmp_path: Path, monkeypatc
     for module in ("runtime.execute.proposer", "runtime.execute.step.drafts"):
         monkeypatch.setattr(f"{module}.masks", lambda *asked: False)
     assert masked > 2 * kept()
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "sampled"])
+def test_with_a_drafter_no_kernel_of_sampling_is_compiled_after_start_up(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tabled: Grammars
+) -> None:
+    """Rows with tables, biases and penalties, some at random. As test_compiled_kernels.py, which needs no GPU."""
+    sizes: dict[str, Any] = {**SHAPE, "vocab_size": on_cpu.VOCABULARY}
+    drafter, late = Drafter("mtp" if kind == "mtp" else "dflash", tmp_path, **sizes), list[str]()
+
+    def proposer(parts: ProposerParts) -> Any:
+        inner: Any = drafter(parts).inner
+        return ProbabilisticProposer(parts.device, inner) if kind == "sampled" else inner
+
+    def asked(*, fn: Any, **rest: object) -> None:
+        if fn.module.startswith("runtime."):
+            late.append(fn.name)
+
+    requests = on_cpu.mixture(18, logprobs=None, frequency_penalty=0.1)
+    rule = Speculation(4, mixed_percent=100)
+    with gpu_rig("triton", depth=2, shape=OVER, speculation=rule, proposer=proposer, grammars=tabled) as engine:
+        monkeypatch.setattr(importlib.import_module("triton").knobs.runtime, "jit_cache_hook", asked)
+        on_cpu.check(requests, run(engine, requests))
+        assert engine.counters["grammar_tabled"] >= 6
+    assert late == []
