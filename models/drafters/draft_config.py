@@ -170,7 +170,7 @@ class MTPConfig(_InFolder):
         if layout is None:
             raise ValueError(
                 f"an MTP layer of {target.architecture} itself is not implemented, only those of Qwen3-Next, Qwen3.5 "
-                "and Nemotron-H are, and of Qwen3, Qwen3-MoE and GLM-4.5 under DeepSeek-V3's names; "
+                "and Nemotron-H are, and of Qwen3, Qwen3-MoE, GLM-4.5 and HY3 under DeepSeek-V3's names; "
                 f"{OTHER_DRAFTERS}"
             )
         if target.mtp_layers > 1:

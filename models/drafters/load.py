@@ -50,9 +50,9 @@ def nextn_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def repeated_tensors(layer: int) -> tuple[str, str]:
-    """Those of them that repeat the target's embedding and head."""
-    return f"{nextn_prefix(layer)}embed_tokens.weight", f"{nextn_prefix(layer)}shared_head.head.weight"
+def repeated_tensors(layer: int) -> tuple[str, ...]:
+    """Those of them that repeat the target's embedding and head; HY3 has no ``.head``."""
+    return tuple(f"{nextn_prefix(layer)}{name}.weight" for name in ("embed_tokens", "shared_head.head", "shared_head"))
 
 
 class NextNDraft(MTPDraft):
@@ -65,14 +65,15 @@ class NextNDraft(MTPDraft):
             names = ARCHITECTURES[self.config.model.architecture].checkpoint_names
             return checkpoint_names_of(names, path.replace("layers.0.", f"layers.{self.config.layer}.", 1))
         others = {
-            "mtp.fc.weight": "eh_proj.weight",
-            "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
-            "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
-            "mtp.norm.weight": "shared_head.norm.weight",
+            "mtp.fc.weight": ("eh_proj.weight",),
+            "mtp.pre_fc_norm_embedding.weight": ("enorm.weight",),
+            "mtp.pre_fc_norm_hidden.weight": ("hnorm.weight",),
+            "mtp.norm.weight": ("shared_head.norm.weight", "final_layernorm.weight"),  # the latter in HY3
         }
         return tuple(
-            prefix + (others[name] if name in others else name.removeprefix(of_layer))
+            prefix + spelling
             for name in super().checkpoint_names_of(path)
+            for spelling in others.get(name, (name.removeprefix(of_layer),))
         )
 
 

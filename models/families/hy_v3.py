@@ -13,6 +13,7 @@ from models.config import FamilyConfig
 from models.config_reader import ConfigReader, refuse_others
 from models.families.llama import Llama
 from models.families.qwen3_moe import Qwen3Moe
+from models.layers.decoder import MTPLayout
 from models.layers.moe import shared_expert_names
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
 
@@ -57,6 +58,7 @@ class HYV3(Llama):
         qk_norms=True,
         experts=_experts,
     )
+    mtp_layout: ClassVar[MTPLayout | None] = "nextn"
     checkpoint_names: ClassVar = {
         **Qwen3Moe.checkpoint_names,
         "layers.{}.mlp.router": ("model.layers.{}.mlp.router.gate", "model.layers.{}.mlp.gate"),
