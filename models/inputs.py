@@ -225,7 +225,7 @@ class StateRows:
         rows_T = tokens_T * len(self.slots_B) // len(tokens_T)
         if self.ends_B is not None:
             rows_T = torch.searchsorted(self.ends_B, tokens_T, right=True)
-        return torch.nn.functional.pad(self.slots_B, (0, 1))[rows_T] != 0  # padding is behind the last row
+        return torch.nn.functional.pad(self.slots_B, (0, 1))[rows_T] != 0  # padding comes after the last row
 
     @property
     def verifying(self) -> StateRows:
