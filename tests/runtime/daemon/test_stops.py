@@ -184,6 +184,12 @@ def test_what_is_no_stop_is_refused(tokenizer: Tokenizer, option: str, message: 
     assert not client.engine.has_work
 
 
+@pytest.mark.parametrize("option", ["response_format", "structured_outputs", "grammar", "tools", "tool_choice"])
+def test_sessions_have_no_form_of_answers(tokenizer: Tokenizer, option: str) -> None:
+    said = listener(tokenizer).refused(f"REQ 1 START {PROMPT} 20 20 {option}=1")
+    assert said.startswith(f"{option!r} is no option, or is there twice: keep, ")
+
+
 def test_text_needs_a_tokenizer() -> None:
     client = Listener(ScriptedEngine())
     assert client.refused(f'REQ 1 START {PROMPT} 20 20 stop="x"').startswith("stop strings are found in text, but")

@@ -29,7 +29,8 @@ from runtime.speculative_config import speculative_config
 from tests.launch.serve.parsers.test_call_grammar import TOOLS
 from tests.plant import invariant_kernels
 from tests.runtime.engine import rig as rigs
-from tests.runtime.engine.conftest import long
+from tests.runtime.engine.conftest import long, over_model
+from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import live, oracle, same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run, tiny_folder
@@ -150,6 +151,26 @@ def test_forks_and_whoever_is_evicted(tabled: Grammars) -> None:
     same(tight, oracle(requests, grammars=GRAMMARS))
     several = [request(0, [9, 8, 7], stops=(EOS,), n=3, temperature=1.0, max_tokens=60, grammar=JSON)]
     same(live(several, depth=2, grammars=tabled), oracle(several, grammars=GRAMMARS))
+
+
+def test_groups_that_deal_requests_out(tabled: Grammars) -> None:
+    requests = mixture(18)
+    with dealt_rig(depth=2, grammars=tabled) as engine:
+        check(requests, run(engine, requests))
+        assert engine.counters["grammar_tabled"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("hybrid", {}), long("nemotron-h", drafts())], ids=["a token a step", "windows"]
+)
+def test_a_model_with_recurrent_state(
+    tabled: Grammars, monkeypatch: pytest.MonkeyPatch, kind: str, how: dict[str, Any]
+) -> None:
+    over_model(kind, monkeypatch)
+    requests = mixture(18)
+    life = live(requests, depth=2, grammars=tabled, **how)
+    same(life, oracle(requests, grammars=GRAMMARS))
+    assert life.counters["grammar_tabled"] >= 6
 
 
 def test_a_tabled_row_is_in_every_step(tabled: Grammars) -> None:

@@ -124,7 +124,8 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "annotations": (
         {"title": "t", "description": "d", "default": 1, "examples": [1], "deprecated": False, "readOnly": True,
          "writeOnly": False, "$comment": "c", "contentEncoding": "base64", "contentMediaType": "text/plain",
-         "contentSchema": {}, "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "string"},
+         "contentSchema": {}, "$id": "https://a.example/s", "$vocabulary": {},
+         "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "string"},
         ["a"],
         [1],
     ),
@@ -190,6 +191,22 @@ def test_every_keyword_is_enforced_or_refused_by_path_and_name() -> None:
         assert not is_text(structured(json=document), text), text
 
 
+def used_in(schema: Any) -> set[str]:
+    """Every name in it, of keywords and of others."""
+    below = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    return set(schema if isinstance(schema, dict) else ()).union(*map(used_in, below))
+
+
+def test_no_keyword_of_the_draft_is_forgotten() -> None:
+    """Those of the meta-schema's vocabularies have a case, or are refused."""
+    resources = pytest.importorskip("jsonschema_specifications").REGISTRY
+    draft = "https://json-schema.org/draft/2020-12/"
+    vocabularies = [one["$ref"] for one in resources.contents(f"{draft}schema")["allOf"]]
+    keywords = set().union(*(resources.contents(draft + one)["properties"] for one in vocabularies))
+    assert len(keywords) > 50
+    assert keywords - used_in([schema for schema, *_ in CASES.values()]) <= set(REFUSED_KEYWORDS)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_chance_writes_is_valid(name: str) -> None:
     """Any allowed token is as likely as any other, but an end is taken where there is one, mostly."""
@@ -217,6 +234,7 @@ REFUSED: list[tuple[Any, str]] = [
         "json.minProperties is 2, which needs more than one property that is not required",
     ),
     ({"json": {"format": "idn-email"}}, "json.format is 'idn-email', but of formats there are"),
+    ({"json": {"items": {"$id": "https://a.example/b"}}}, "json.items: keyword '$id' is not supported"),
     ({"json": {"items": {"$ref": "https://a.example/b"}}}, "json.items.$ref is 'https://a.example/b', but must be"),
     ({"json": {"properties": {"a": {"maxLength": 1 << 20}}}}, "properties.a.maxLength is 1048576, but must be 0 to"),
     ({"json": {"items": [{}]}}, "json.items is a list: send prefixItems"),
