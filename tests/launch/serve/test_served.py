@@ -214,6 +214,23 @@ def answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     assert refused.value.param == "response_format"
 
 
+def responses_come_whole_and_streamed(client: openai.OpenAI) -> None:
+    """/v1/responses: text, as a stream the same, and where llguidance is a parsed text and a call."""
+    asked: dict[str, Any] = {"model": "demo", "input": "who?", "temperature": 0, "max_output_tokens": 12}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert (whole.status, events[-1].type) == ("incomplete", "response.incomplete")
+    if importlib.util.find_spec("llguidance") is None:
+        return
+    asked |= {"temperature": 2, "max_output_tokens": 400}
+    assert isinstance(client.responses.parse(**asked, text_format=Person).output_parsed, Person)
+    tool: Any = {"type": "function", "name": "Person", "parameters": Person.model_json_schema(), "strict": False}
+    (item,) = client.responses.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False).output
+    assert item.type == "function_call"
+    assert Person.model_validate_json(item.arguments)
+
+
 def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text(KEY + "\n")
@@ -226,6 +243,7 @@ def test_the_openai_client_and_the_ends_of_a_server(tmp_path: Path) -> None:
         log_probabilities_are_the_model_s(server.client_with())
         tokens_that_a_request_names_are_drawn_or_not(client)
         answers_have_the_form_that_was_asked_for(client)
+        responses_come_whole_and_streamed(client)
         the_document_s_example_runs(server, tmp_path)
         errors_are_the_client_s_own_classes(server)
         the_client_s_own_disconnect_cancels(server)
