@@ -36,7 +36,7 @@ class Case(NamedTuple):
     found: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
-NOW = (("now", {}),)
+NOW: tuple[tuple[str, dict[str, Any]], ...] = (("now", {}),)
 CASES = {  # by vllm's issue
     "#44060, a mark in a value": Case(
         CODER.format("a </parameter> b"), "qwen3_coder", found=(("weather", {"city": "a </parameter> b"}),)
