@@ -116,7 +116,7 @@ def finish_reason(asked: Asked, answer: Answer, called: bool) -> str:
     assert answer.reason is not None
     if asked.hidden:  # of the prompt alone, nothing was to be generated
         return FinishReason.LENGTH.label
-    if called and answer.reason is FinishReason.STOP:
+    if called and answer.reason is FinishReason.STOP and not asked.named_tool:
         return "tool_calls"
     return answer.reason.label
 

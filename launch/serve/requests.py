@@ -83,6 +83,7 @@ class Asked:
     token_ids: bool = False
     form: str = ""  # kind of a constrained answer, as /metrics has it
     grammar_field: str = ""  # that asks for the answers' grammar
+    named_tool: bool = False  # is to be called: as OpenAI's, the answer ends with "stop"
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
     reasoning: bool = True  # is shown
     begun: bool = False  # the prompt ends with the beginning of the reasoning
@@ -165,6 +166,7 @@ class RequestBuilder:
         return replace(
             asked,
             tools={one.function.name: one.function.parameters or {} for one in body.tools or ()} if tools else None,
+            named_tool=body.tool_choice not in (None, "none", "auto", "required"),
             most_calls=1 if body.parallel_tool_calls is False else None,
             reasoning=body.include_reasoning is not False,
             begun=bool(first) and text.rstrip().endswith(first),

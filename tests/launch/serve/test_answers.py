@@ -170,6 +170,23 @@ def test_one_call_at_most_where_calls_may_not_be_parallel(monkeypatch: pytest.Mo
     answering(monkeypatch, tokenizer.encode(f"{CALL}\n{CALL}"), body, tokenizer)
 
 
+def test_a_named_tool_ends_with_stop_and_others_with_tool_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OpenAI's API; cut answers say length (vllm#25054)."""
+    pytest.importorskip("llguidance")
+    tokenizer = with_tokens()
+    ids = tokenizer.encode(CALL)
+
+    async def body(client: Client) -> None:
+        named = {"type": "function", "function": {"name": "f"}}
+        for choice, end in (("auto", "tool_calls"), ("required", "tool_calls"), (named, "stop")):
+            whole, _, _ = await both(client, tool_choice=choice)
+            assert (len(whole["message"]["tool_calls"]), whole["finish_reason"]) == (1, end)
+            whole, _, _ = await both(client, tool_choice=choice, max_tokens=len(ids) - 2)
+            assert whole["finish_reason"] == "length"
+
+    answering(monkeypatch, ids, body, tokenizer)
+
+
 @pytest.mark.parametrize("stop", [None, "all>\n{no", "hm</think>no"])
 def test_marks_that_are_only_spelled_are_text(monkeypatch: pytest.MonkeyPatch, stop: str | None) -> None:
     """The tokenizer has a token for each: pieces of words that read the same are none. A stop string that begins with
