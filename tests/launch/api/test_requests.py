@@ -342,6 +342,33 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
     assert "no chat template" in reasons[3]
 
 
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # fields of a line, arguments of structured()
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}},
+        {"json": {"type": "null"}},
+    ),
+    *(
+        ({"structured_outputs": form}, form)
+        for form in ({"json": {"type": "null"}}, {"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"'})
+    ),
+]
+
+
+@pytest.mark.parametrize("line", [line_forms.simple, line_forms.batch, line_forms.chat])
+@pytest.mark.parametrize(("fields", "form"), FORMS, ids=lambda value: str(value)[:30])
+def test_lines_of_each_form_may_ask_for_a_form_of_answers(
+    line: Callable[..., bytes], fields: dict[str, Any], form: dict[str, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer, template = small_tokenizers.byte_level(), ChatTemplate("{{ messages[0].content }}")
+    parser = RequestParser(FakeModel(vocab_size=400, max_model_len=400), tokenizer, template)
+    text = line(**fields, max_tokens=50)
+    request = parser.parse(1, text, parser.peek(1, text))
+    assert isinstance(request, PreparedRequest), request
+    assert request.sampling.grammar == structured(**form)
+
+
 THINK = "<think>", "</think>"
 
 
