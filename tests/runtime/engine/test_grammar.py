@@ -10,6 +10,7 @@ import pytest
 
 from runtime.engine import Engine
 from runtime.frontend.structured import structured
+from runtime.frontend.validation import RequestError
 from runtime.grammar import Grammars
 from runtime.schedule.plan import Finished, StepOutput
 from runtime.schedule.request import FinishReason, Request
@@ -240,3 +241,12 @@ def test_a_grammar_that_a_rank_cannot_use_ends_its_request_alone() -> None:
         broken = request(1, [5, 6], stops=(EOS,), grammar="start: nothing")
         finished = run(engine, [broken, request(2, [5, 6], stops=(), max_tokens=5)])
     assert (finished[1].reason, finished[2].reason) == (FinishReason.ERROR, FinishReason.LENGTH)
+
+
+def test_a_session_has_no_grammar() -> None:
+    with (
+        rig(depth=2, max_sessions=1, **HOW) as engine,
+        pytest.raises(RequestError, match="a session has no grammar") as found,
+    ):
+        engine.start(request(0, [5, 6], stops=(EOS,), max_tokens=20, grammar=DIGITS), 8)
+    assert found.value.field == "grammar"
