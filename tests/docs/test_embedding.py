@@ -36,7 +36,7 @@ def test_every_example_is_known_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", ["All prompts at once", "A loop of your own", "Streams", "Several ranks"])
+@pytest.mark.parametrize("heading", ["All prompts at once", "A loop of your own", "Streams"])
 def test_an_example_runs_alone(
     heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

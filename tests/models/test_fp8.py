@@ -129,8 +129,7 @@ def check_same(coded: Decoder, plain: Decoder) -> None:
 def test_each_rank_holds_what_the_codes_mean(model: str, letter: str, tmp_path: Path) -> None:
     coded, plain = write_both(tmp_path, MODELS[model], letter)
     for size in SIZES.get(model, (1, 2)):
-        for rank in {0, size - 1}:
-            check_same(load(coded, rank, size), load(plain, rank, size))
+        check_same(load(coded, size - 1, size), load(plain, size - 1, size))
     if {"num_experts", "num_local_experts"} & MODELS[model].keys():
         check_same(load(coded, 1, 2, whole=True), load(plain, 1, 2, whole=True))
 

@@ -67,7 +67,7 @@ def load(folder: Path, rank: int = 0, size: int = 1, *, option: str | None = Non
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "gpt-oss"])
 def test_every_split_has_the_codes_of_whole_rows(model: str, tmp_path: Path) -> None:
     numbers, meant = write_both(tmp_path, MODELS[model])
-    for rank, size in ((0, 1), (0, 2), (1, 2)):
+    for rank, size in ((0, 1), (1, 2)):
         check_same(load(numbers, rank, size, option="fp8"), load(meant, rank, size))
     if "num_experts" in MODELS[model]:
         check_same(load(numbers, 1, 2, option="fp8", whole=True), load(meant, 1, 2, whole=True))

@@ -32,6 +32,7 @@ from tests.models.tiny_checkpoint import TINY, full_tensors
 from tests.models.tiny_families import FAMILIES
 from tests.models.tiny_nemotron import NEMOTRON
 from tests.plant import reference_kernels
+from tests.selection import covering
 
 DENSE = {**TARGET, "num_nextn_predict_layers": 1}
 SPARSE = {
@@ -132,8 +133,7 @@ def test_a_drafters_folder_may_use_them_too(tmp_path: Path) -> None:
     compare_guesses(model, draft, config, mtp_tensors(config))
 
 
-@pytest.mark.parametrize("pattern", ["*E", "*-", "*", "*-E"])
-@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize(("pattern", "words"), covering(["*E", "*-", "*", "*-E"], [False, True], at_once=1))
 def test_a_nemotron_h_layer_guesses_as_the_oracle(tmp_path: Path, pattern: str, words: bool) -> None:
     """Beside a target that is loaded from the same folder; either spelling of the pattern."""
     config = hybrid(pattern)

@@ -220,7 +220,7 @@ def rotation(kernels: Nvidia) -> None:
         (4, 2, 64, 64, True, torch.float32),
         (6, 3, 24, 8, False, torch.float32),
     ):
-        cache = Cache(lengths := [1, 33, 290, 16], kv_heads, dim, 16, dtype)
+        cache = Cache(lengths := [1, 33, 90, 16], kv_heads, dim, 16, dtype)
         positions = torch.tensor(lengths) - 1
         slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(lengths))])
         qkv = randn(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -249,9 +249,9 @@ def neighbours(kernels: Nvidia) -> None:
     tree = lay_out_in_torch(torch.tensor([[0, 0, 1, 2, 2, 4, 0, 7]]), 9).seen_BN
     some = VARIANTS[0], BY_RULE[1], windows_by_tma
     cases = (
-        (1, None, (33, 290) if ALL else (290,), (*VARIANTS, *BY_RULE)),
-        (8, None, (290,), some),
-        (9, tree, (290,), some),
+        (1, None, (33, 150) if ALL else (150,), (*VARIANTS, *BY_RULE)),
+        (8, None, (150,), some),
+        (9, tree, (150,), some),
     )
     for new, seen_1N, lengths, variants in cases:
         for variant, length in product(variants, lengths):
@@ -272,7 +272,7 @@ def places_among(new: int) -> tuple[tuple[int, list[int], int], ...]:
     """(place of a row, lengths of those beside it, programs). Beside windows there is no row without tokens: that is
     another launch (windows_beside_others).
     """
-    return (0, [new, new], 200), (1, [300, max(3, new)], 2), (2, [290, 0 if new == 1 else new], 3)
+    return (0, [new, new], 200), (1, [160, max(3, new)], 2), (2, [150, 0 if new == 1 else new], 3)
 
 
 def bits_of_a_row(

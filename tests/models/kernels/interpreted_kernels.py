@@ -148,7 +148,7 @@ def some(shape: LinearShape) -> list[Choice]:
 
 def products(kernels: Nvidia) -> None:
     """Every kind of candidate, alone, behind a norm, in front of SiLU-mul, and with a bias."""
-    outputs, inner = 96, 1536
+    outputs, inner = 96, 768
     kinds = set()
     for count, dtype in ((1, torch.float32), (3, torch.float16), (13, torch.float16)):
         x, residual, norm = (randn(n, inner, dtype=dtype) for n in (count, count, 1))

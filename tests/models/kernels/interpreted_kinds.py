@@ -59,7 +59,7 @@ def decoded() -> None:
         (6, 2, 24, 8, 3, torch.float16),  # blocks that straddle pages; heads that are no power of two
     ):
         for kind in kinds(heads, 1, 20):
-            lengths = [new, 300, 40]
+            lengths = [new, 150, 40]
             cache = cache_of(lengths, kv_heads, dim, page, dtype, kind.window and kind.window + new - 1)
             q = randn(len(lengths) * new, heads, dim, dtype=dtype)
             inputs = cache.inputs(new)
@@ -86,7 +86,7 @@ def folded() -> None:
     kernels = interpreted_kernels()
     heads, kv_heads, dim, dtype = 4, 2, 16, torch.float32
     for kind in kinds(heads, 20):
-        lengths = [1, 300, 40]
+        lengths = [1, 150, 40]
         cache = cache_of(lengths, kv_heads, dim, 16, dtype, None)
         slots = torch.cat([cache.slots(row, torch.tensor([n - 1])) for row, n in enumerate(lengths)])
         turn = Rotation(None, None, 1e-6, torch.randn(512, dim), torch.tensor(lengths) - 1, slots)
@@ -101,7 +101,7 @@ def pieces_and_trees() -> None:
     kernels = interpreted_kernels()
     heads, kv_heads, dim, dtype = 4, 2, 16, torch.float32
     for kind in kinds(heads, 20, 33):
-        lengths, counts, starts = [300, 3, 0, 64, 33], [5, 3, 0, 1, 8], [2, 8, 0, 20, 11]
+        lengths, counts, starts = [150, 3, 0, 64, 33], [5, 3, 0, 1, 8], [2, 8, 0, 20, 11]
         cache = cache_of(lengths, kv_heads, dim, 16, dtype, kind.window and kind.window + 7)
         ragged = dataclasses.replace(
             cache.inputs(8), skip_empty=True, starts_B=torch.tensor(starts, dtype=torch.int32),

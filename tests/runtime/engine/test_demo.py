@@ -22,7 +22,7 @@ DEMO = Path("models/demo")
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_golden_outputs(depth: int) -> None:
     torch.set_num_threads(1)
-    golden = json.loads((DEMO / "golden.json").read_text())["rows"]
+    golden = json.loads((DEMO / "golden.json").read_text())["rows"][::2]  # all, drafted: test_demo_drafters.py
     config = EngineConfig(model=str(DEMO), device="cpu", max_num_seqs=16, max_model_len=640, chain_depth=depth)
     requests = []
     for i, row in enumerate(golden):

@@ -99,7 +99,7 @@ def asked(seed: int, count: int) -> tuple[list[Request], dict[int, Any]]:
 
 
 HOW: list[tuple[int, int, bool, int]] = [  # depth, tokens of a draft window, a tree, ranks
-    (0, 1, False, 1), (1, 2, False, 1), (2, 4, False, 1), (3, 3, True, 1), (4, 1, False, 2), (2, 3, False, 2),
+    (0, 1, False, 1), (2, 4, False, 1), (3, 3, True, 1), (2, 3, False, 2),
 ]  # fmt: skip
 MANY = [(depth, width, False, ranks) for depth in range(5) for width in range(1, 5) for ranks in (1, 2)]
 MANY += [(depth, 3, True, 1) for depth in range(5)]

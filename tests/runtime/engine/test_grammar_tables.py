@@ -60,7 +60,7 @@ def tabled() -> Iterator[Grammars]:
 
 @pytest.mark.parametrize("depth", [long(0), long(1), 3])
 def test_the_tokens_are_those_of_the_host(tabled: Grammars, depth: int) -> None:
-    requests = mixture(18)
+    requests = mixture(9)
     life = live(requests, depth=depth, grammars=tabled)
     check(requests, life.finished)
     same(life, oracle(requests, grammars=GRAMMARS))
@@ -74,7 +74,7 @@ def drafts(width: int = 4, percent: int = 100) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", [long({"depth": 0}), {"depth": 2}, {"depth": 3, "percent": 0}])
 def test_in_draft_windows_rows_append_several_tokens(tabled: Grammars, how: dict[str, Any]) -> None:
-    requests = mixture(18)
+    requests = mixture(9)
     life = live(requests, depth=how["depth"], grammars=tabled, **drafts(percent=how.get("percent", 100)))
     same(life, oracle(requests, grammars=GRAMMARS))
     again = structured(regex="(ab){25}")  # which n-grams foresee
@@ -85,7 +85,7 @@ def test_in_draft_windows_rows_append_several_tokens(tabled: Grammars, how: dict
 
 
 def test_in_draft_trees(tabled: Grammars) -> None:
-    requests = mixture(18)
+    requests = mixture(9)
     alone = oracle(requests, grammars=GRAMMARS)
     script = script_of(requests, {i: ended.token_ids for i, ended in alone.finished.items()})
     proposer = branching(lambda parts: KnownAnswers(parts, script), RANKS)
@@ -95,7 +95,7 @@ def test_in_draft_trees(tabled: Grammars) -> None:
     assert life.counters["grammar_tabled"] >= 6
 
 
-@pytest.mark.parametrize(("seeds", "hows"), [((1,), HOW[2:]), long((2, 3), MANY)])
+@pytest.mark.parametrize(("seeds", "hows"), [((1,), HOW[1:]), long((2, 3), MANY)])
 def test_random_schemas_and_calls(seeds: Sequence[int], hows: list[tuple[int, int, bool, int]]) -> None:
     """At a temperature of 2, where one mask of another bit soon draws another token."""
     for seed in seeds:
@@ -124,7 +124,7 @@ def test_random_schemas_and_calls(seeds: Sequence[int], hows: list[tuple[int, in
 def test_ranks_that_share_the_vocabulary_draw_the_same(logprobs: int | None) -> None:
     """Each has a place for the table, and masks its shard."""
     grammars = with_tables(small_grammars(VOCABULARY, EOS), (EOS,))
-    requests = mixture(18, logprobs=logprobs)
+    requests = mixture(9, logprobs=logprobs)
     over = lambda **how: tensor_rig(2, **how)  # noqa: E731
     life = live(requests, depth=2, over=over, grammars=grammars)
     same(life, oracle(requests, grammars=GRAMMARS))
@@ -145,7 +145,7 @@ def test_a_row_changes_over_when_its_table_is_ready(late: int) -> None:
 
 def test_forks_and_whoever_is_evicted(tabled: Grammars) -> None:
     """The state of a slot is that of its answer, wherever it began."""
-    requests = mixture(18)
+    requests = mixture(9)
     tight = live(requests, depth=2, blocks=22, grammars=tabled)
     assert tight.counters["evictions"]
     same(tight, oracle(requests, grammars=GRAMMARS))

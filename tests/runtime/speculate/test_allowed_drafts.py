@@ -193,7 +193,7 @@ def test_no_draft_token_is_proposed_that_may_not_follow(
     monkeypatch.setattr(rigs, "TINY", rigs.TINY | shape)
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "top_k": 2 if kind == "tree" else 0}
     drafter = Drafter("mtp" if kind in ("mtp", "drawn") else "dflash", tmp_path, **sizes)
-    requests = mixture(18)
+    requests = mixture(9)
 
     def lived(masks: bool) -> tuple[Life, dict[str, int]]:
         told = {"drafts": 0, "forbidden": 0}

@@ -145,7 +145,7 @@ def test_tokens_are_the_same_at_every_depth_and_on_two_ranks(kind: str, tmp_path
     drafter, requests = DrawnDrafter(kind, tmp_path, ids=IDS), guests()
     first = live(requests, depth=0, widths=(4,), proposer=drafter, **LIMITS)
     rounds = drafter.rounds
-    for depth in (1, 3) if kind == "mtp" else (2, 4):
+    for depth in (3,) if kind == "mtp" else (1, 2, 4):
         life = live(requests, depth=depth, widths=(4,), proposer=drafter, **LIMITS)
         assert (life.answers, drafter.rounds) == (first.answers, rounds), f"depth {depth}"
     two = live(requests, depth=2, widths=(4,), proposer=drafter, over=partial(tensor_rig, 2), **LIMITS)
