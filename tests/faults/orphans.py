@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.faults.cases import WORLD
 from tests.faults.job import Launched, free_port, job
 from tests.faults.rank import PASS_BY
+from tests.faults.zygote import Zygote
 
 _DAEMON = """
 import os, subprocess, sys
@@ -25,15 +26,18 @@ for process in [rank(n) for n in range(int(sys.argv[1]))]:
 """
 
 
-def seconds_to_end(folder: Path, launcher: str, phase: str, patience: float) -> float | None:
-    """From SIGKILL of ``launcher`` ("torchrun" or "daemon") in ``phase`` to the end of all ranks.
+def seconds_to_end(
+    folder: Path, launcher: str, phase: str, patience: float, zygote: Zygote | None = None
+) -> float | None:
+    """From SIGKILL of ``launcher`` ("torchrun", forked from ``zygote`` where given, or "daemon") in ``phase`` to the
+    end of all ranks.
 
     None when some live on after ``patience`` seconds.
     """
     with job(folder, f"{PASS_BY}:{phase}:1") as made:
         started: Launched
         if launcher == "torchrun":
-            started = made.torchrun()
+            started = made.torchrun(zygote)
         else:  # children with Slurm's variables, and nothing else between them and the daemon
             step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(WORLD), "SLURM_NODEID": "0"}
             step |= {"SLURM_STEP_NUM_NODES": "1", "MASTER_PORT": str(free_port())}

@@ -41,7 +41,8 @@ def test_a_fault_ends_the_job_as_promised(case: Case, tmp_path: Path, reference:
 @pytest.mark.parametrize(("launcher", "phase"), [("torchrun", "load"), ("torchrun", "decode"), ("daemon", "decode")])
 def test_no_rank_outlives_its_launcher(launcher: str, phase: str, tmp_path: Path) -> None:
     """The daemon stands for Slurm's: it sets the variables of srun, and nothing is between it and the ranks."""
-    assert seconds_to_end(tmp_path, launcher, phase, patience=LEFTOVERS) is not None
+    forks = zygote() if launcher == "torchrun" else None
+    assert seconds_to_end(tmp_path, launcher, phase, LEFTOVERS, forks) is not None
 
 
 @pytest.mark.multiprocess

@@ -47,8 +47,8 @@ class Scenario(NamedTuple):
 
 SCENARIOS = (  # the last one in every run of four ranks in threads
     Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
-    Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
     Scenario(batch=8, prompts=8, chunk=None, share_prefixes=True),
+    Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
     Scenario(batch=8, prompts=8, chunk=7, share_prefixes=False),
 )
 

@@ -489,10 +489,11 @@ def _transformers_logits(model: Any, prompt: tuple[int, ...], completion: tuple[
 
 
 @pytest.mark.slow
-def test_one_rank(saved: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(len(SCENARIOS), marks=pytest.mark.long)])  # all: two ranks, below
+def test_one_rank(count: int, saved: tuple[Path, dict[str, Any]]) -> None:
     folder, models = saved
-    run_models(folder, SingleRank())
-    _check_all(folder, models, 1)
+    run_models(folder, SingleRank(), count)
+    _check_all(folder, models, 1, count)
 
 
 @pytest.mark.multiprocess

@@ -175,7 +175,7 @@ def unkilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
     return path.read_bytes(), output.read_bytes()
 
 
-@pytest.mark.parametrize("cut", range(30))
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut < 12 else pytest.mark.long) for cut in range(30)])
 def test_a_run_killed_anywhere_goes_on_and_loses_and_doubles_nothing(
     tmp_path: Path, unkilled: tuple[bytes, bytes], cut: int
 ) -> None:

@@ -22,7 +22,7 @@ from parallel.comm.peer_buffers import SENTINEL, PeerBuffers, peer_buffer_bytes
 from tests.parallel.comm.exchange_cases import layer, same_bits
 from tests.parallel.comm.interpreted_all_reduce import RANKS, in_processes
 
-ROWS, ROW_BYTES, TURNS = 7, 512, 18
+ROWS, ROW_BYTES, TURNS = 7, 512, 9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDERS = (("gather", "sum"), ("sum", "gather", "gather"), ("sum", "sum", "gather"))
 
