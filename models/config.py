@@ -330,7 +330,8 @@ def _attention(config: Mapping[str, Any], family: FamilyConfig, plain: Attention
     read = ConfigReader({**config, "sliding_window": window})
     off = family.full_every is None and config.get("use_sliding_window") is False
     off = not family.slides(config) if family.slides else off
-    if not window or off or read.number("sliding_window", 0) >= max_length:
+    off = off or window is None or (family.full_every is None and not window)
+    if off or read.number("sliding_window", 0) >= max_length:
         window = None
     elif family.full_every is None:
         raise ValueError(f"'sliding_window' is {window!r}, but sliding-window attention is not supported")

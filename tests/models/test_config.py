@@ -341,6 +341,7 @@ def test_what_a_hybrid_asks_and_is_not_implemented_is_named(family: str, changes
     ("family", "changes", "reason"),
     [
         ("glm", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax', which asks for another router"),
+        ("smollm3", {"sliding_window": 0}, "'sliding_window' must be a positive integer, not 0"),
         ("hy3", {"expert_hidden_dim": 8}, "'expert_hidden_dim' is 8, which asks for experts of another size"),
         ("hy3", {"route_norm": False}, "'route_norm' is False, which asks for weights of experts"),
         ("hy3", {"first_k_dense_replace": 2}, "'first_k_dense_replace' is 2, which asks for other dense layers"),
