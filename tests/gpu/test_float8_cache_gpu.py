@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import DecodeAttention, PrefillAttention
-from models.kernels.interface import Rotation
+from models.kernels.interface import AttentionKind, Rotation
 from models.kv_group import FP8
 from tests.gpu.test_deterministic_gpu import gpu_rig
 from tests.models.kv_layers import empty_kv_layer
@@ -133,6 +133,18 @@ def test_prompts_and_the_deterministic_mode(kernels: Nvidia, invariant: Invarian
     last = q[[899, 1099, 1100]]
     one = invariant.decode_attention(last, pages.kv, pages.decode(1), scale)
     assert torch.equal(one, found[[899, 1099, 1100]])
+
+
+@pytest.mark.parametrize(("rows", "new"), [(1, 1), (8, 1), (64, 1), (256, 1), (8, 4)])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_sliding_windows_and_sinks(kernels: Nvidia, rows: int, new: int, cap: float | None) -> None:
+    pages = Pages([new + (97 * row) % 1500 for row in range(rows)])
+    kind = AttentionKind(200, cap, torch.randn(HEADS, device=DEVICE))
+    q, inputs = randn(rows * new, HEADS, DIM), pages.decode(new)
+    expected = REFERENCE.decode_attention(q, pages.kv, inputs, DIM**-0.5, kind=kind)
+    planned = kernels.plan_decode(inputs, HEADS, pages.kv, kind)
+    close(kernels.decode_attention(q, pages.kv, planned, DIM**-0.5, kind=kind), expected)
+    assert not kernels.attention_counters.any()
 
 
 @pytest.mark.parametrize("rows", [4, 32, 128])

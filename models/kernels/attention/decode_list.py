@@ -74,10 +74,10 @@ def _plus_values(v, weights, even, odd, decay, PAIRS: tl.constexpr):
 def _by_tma(
     q, keys_ptr, values_ptr, keys_desc, values_desc, table_row, held, newest_page, length, count, begin, whole, end,
     head, rows, scale_log2e, K, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, ONE_NEWEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, ONE_NEWEST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The same of blocks ``begin`` to ``end``, those before ``whole`` by TMA; ``held``: the first one's page,
-    ``newest_page``: with ONE_NEWEST, that of block ``whole``."""
+    ``newest_page``: with ONE_NEWEST, that of block ``whole``. WINDOW asks for ONE_NEWEST."""
     PAIRS: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
     WIDE: tl.constexpr = D // 2 if PAIRS else D
     dims, value_dims = tl.arange(0, D), tl.arange(0, WIDE)
@@ -100,7 +100,11 @@ def _by_tma(
         # The next block's page, one step ahead: otherwise loads would wait for loads.
         held = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < whole, other=0)
         k = keys_desc.load([first, head * D]).to(q.dtype)
-        weights, peak, decay = weights_of_keys(tl.dot(k, across) * scale_log2e, peak, 0)
+        scores = tl.dot(k, across) * scale_log2e
+        if WINDOW:
+            seen = block * BLOCK_N + tl.arange(0, BLOCK_N) >= length - WINDOW
+            scores = tl.where(seen[:, None], scores, -float("inf"))
+        weights, peak, decay = weights_of_keys(scores, peak, 0)
         totals = totals * decay[None, :] + weights
         v = values_desc.load([first, head * WIDE])
         acc, odd = _plus_values(v, weights, acc, odd, decay, PAIRS)
@@ -109,7 +113,10 @@ def _by_tma(
             # Masked once more: as loaded, the tile would go to shared memory, and be waited for, before the loop.
             k = tl.where((newest < length)[:, None], newest_k.to(q.dtype), 0.0)
             scores = tl.dot(k, across) * scale_log2e
-            scores = tl.where((newest < length)[:, None], scores, -float("inf"))
+            seen = newest < length
+            if WINDOW:
+                seen = seen & (newest >= length - WINDOW)
+            scores = tl.where(seen[:, None], scores, -float("inf"))
             weights, peak, decay = weights_of_keys(scores, peak, 0)
             totals = totals * decay[None, :] + weights
             acc, odd = _plus_values(newest_v, weights, acc, odd, decay, PAIRS)
@@ -208,8 +215,10 @@ def _attend_list_kernel(
             count = QUERY_LEN
         table_row = page_table_ptr + row * table_width
         if TMA:  # the table is asked here, so that it is not waited for later
-            begin = split * keys_each // BLOCK_N
+            begin = (first_key(length, QUERY_LEN, WINDOW, BLOCK) + split * keys_each) // BLOCK_N
             end = tl.minimum(begin + keys_each // BLOCK_N, (length + BLOCK_N - 1) // BLOCK_N)
+            if WINDOW:  # older blocks may be another request's by now
+                begin = tl.maximum(begin, (length - WINDOW) // BLOCK_N)
             # Blocks of older keys only, which every query sees.
             whole = tl.maximum(tl.minimum(end, tl.maximum(length - count, 0) // BLOCK_N), begin)
             held = tl.load(table_row + begin * BLOCK_N // PAGE, mask=whole > begin, other=0)
@@ -225,6 +234,7 @@ def _attend_list_kernel(
             acc, peak, total = _by_tma(
                 q, keys_ptr, values_ptr, keys_desc, values_desc, table_row, held, newest_page, length, count, begin,
                 whole, end, head, rows, scale_log2e, K, GROUP, D, PAGE, ROWS, BLOCK_N, STAGES, CAUSAL, ONE_NEWEST,
+                WINDOW,
             )  # fmt: skip
         else:
             acc, peak, total = by_pointers(
@@ -268,10 +278,10 @@ def attend_list(
 ) -> Tensor:  # fmt: skip
     """decode.decode_attention over ``work``, which plan_decode made of the same ``inputs``. Returns [T, H, D].
 
-    ``tma``: for what ``supports_tma`` accepts, and a plain ``kind``. ``block_n`` divides the rule's ``block``.
-    ``programs``: of the grid; any number is right. ``workspace`` float32 and ``counters`` int32, all zero and left
-    zero, have what workspace_floats and counters_of of decode_work.py say. The launch before this one may write q_TX,
-    but not lengths, pages, positions, slots or the list.
+    ``tma``: for what ``supports_tma`` accepts, without a soft cap, and of one token a row with a window. ``block_n``
+    divides the rule's ``block``. ``programs``: of the grid; any number is right. ``workspace`` float32 and ``counters``
+    int32, all zero and left zero, have what workspace_floats and counters_of of decode_work.py say. The launch before
+    this one may write q_TX, but not lengths, pages, positions, slots or the list.
     """
     _, _, page, kv_heads, head_dim = kv_layer.shape
     rows, most = inputs.kv_lengths_B.shape[0], work.rule.most

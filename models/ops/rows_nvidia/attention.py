@@ -142,15 +142,17 @@ def _bounded(inputs: DecodeAttention, kind: AttentionKind) -> DecodeAttention:
     return dataclasses.replace(inputs, max_kv_length=min(inputs.max_kv_length, most))
 
 
-def _choice(ops: Any, kind: AttentionKind) -> DecodeChoice:
-    """Without TMA, whose kernels take no kind."""
+def _choice(ops: Any, kind: AttentionKind, inputs: DecodeAttention) -> DecodeChoice:
+    """Without TMA for soft caps, and for several tokens a row with a window or sinks."""
     found: DecodeChoice = ops.decode_choice
-    return found if kind.plain else dataclasses.replace(found, pdl=False)
+    fits = kind.plain or (kind.softcap is None and inputs.query_len == 1)
+    return found if fits else dataclasses.replace(found, pdl=False)
 
 
 def _plan(ops: Any, call: tuple[Any, ...]) -> Run:
     inputs, heads, kv_layer, kind = (*call, PLAIN)[:4]
-    step, choice, pdl, window = (_bounded(inputs, kind), heads, kv_layer), _choice(ops, kind), ops.pdl, kind.window
+    step, pdl, window = (_bounded(inputs, kind), heads, kv_layer), ops.pdl, kind.window
+    choice = _choice(ops, kind, inputs)
     rule = choice.rule(*step)
     if choice.without_list(*step):
         return lambda inputs, *_: dataclasses.replace(inputs, work=rule)
@@ -159,8 +161,8 @@ def _plan(ops: Any, call: tuple[Any, ...]) -> Run:
 
 def _fits(ops: Any, call: AttendCall, rule: SplitRule) -> bool:
     *_, kv_heads, head_dim = call.kv_layer.shape
-    fits: bool = _choice(ops, call.kind).fits(rule, len(call.inputs.kv_lengths_B), kv_heads, call.query_rows, head_dim)
-    return fits
+    choice = _choice(ops, call.kind, call.inputs)
+    return choice.fits(rule, len(call.inputs.kv_lengths_B), kv_heads, call.query_rows, head_dim)
 
 
 def _list_of(ops: Any, call: AttendCall) -> SplitRule | None:
@@ -170,7 +172,7 @@ def _list_of(ops: Any, call: AttendCall) -> SplitRule | None:
 
 
 def _window_of(ops: Any, call: AttendCall) -> WindowLaunch | None:
-    return _choice(ops, call.kind).window(*call.step) if call.rotation is None else None
+    return _choice(ops, call.kind, call.inputs).window(*call.step) if call.rotation is None else None
 
 
 def _tall(call: AttendCall) -> str | None:
@@ -209,7 +211,8 @@ def _no_list(ops: Any, call: AttendCall) -> str | None:
 
 
 def _list(ops: Any, call: AttendCall) -> Run:
-    (by_tma, (block_n, stages, warps)), rule = _choice(ops, call.kind).variant(*call.step), _list_of(ops, call)
+    choice, rule = _choice(ops, call.kind, call.inputs), _list_of(ops, call)
+    by_tma, (block_n, stages, warps) = choice.variant(*call.step)
     assert rule is not None
     kv_heads, multiprocessors, window = call.kv_layer.shape[3], ops.traits.multiprocessors, _window_of(ops, call)
     if window is not None:
@@ -232,7 +235,7 @@ def _ragged(ops: Any, call: AttendCall) -> str | None:
 
 
 def _splits(ops: Any, call: AttendCall) -> Run:
-    choice, work = _choice(ops, call.kind), call.inputs.work
+    choice, work = _choice(ops, call.kind, call.inputs), call.inputs.work
     rule = work if isinstance(work, SplitRule) and _fits(ops, call, work) else choice.rule(*call.step)
     _, (_, stages, warps) = choice.variant(*call.step, listed=False)
     *_, kv_heads, head_dim = call.kv_layer.shape

@@ -627,6 +627,7 @@ def kinds(driver: CompilingDriver) -> None:
     fast, same = nvidia_kernels(META, prefill="triton"), invariant_nvidia_kernels(META)
     for heads, kv_heads, dim, kind in (
         (64, 8, 64, AttentionKind(128, None, torch.empty(64, device=META))),
+        (32, 16, 128, AttentionKind(1024)),
         (32, 16, 128, AttentionKind(1024, 50.0)),
         (4, 1, 256, AttentionKind(512)),
         (16, 2, 512, AttentionKind()),

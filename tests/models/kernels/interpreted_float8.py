@@ -33,7 +33,7 @@ from models.kernels.attention import (
 )
 from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
 from models.kernels.attention.prefill import TiledPrefill
-from models.kernels.interface import Rotation
+from models.kernels.interface import AttentionKind, Rotation
 from models.kv_group import FP8, bits_of
 from tests.models.kernels.interpreted_kernels import TRAITS, Cache, check, interpreted_kernels, randn
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters
@@ -66,7 +66,7 @@ def _numbers_of_pairs(
 
 interpreter._convert_float = _convert_float8
 interpreter.InterpreterBuilder.create_inline_asm = _numbers_of_pairs
-REFERENCE = reference_kernels()
+REFERENCE, CPU = reference_kernels(), torch.device("cpu")
 CASES = (  # heads, kv heads, dim, page, dtype of queries
     (4, 2, 16, 16, torch.float32),
     (8, 2, 64, 32, torch.float16),
@@ -159,6 +159,39 @@ def attention(kernels: Nvidia) -> None:
     check_counters(kernels)
 
 
+def kinds(kernels: Nvidia) -> None:
+    """Windows, sinks and a soft cap; pages before every window are NaN."""
+    launch: dict[str, Any] = {"stages": 2, "warps": 4, "block_n": 16, "programs": 5, "pdl": False}
+    for heads, kv_heads, dim, page, dtype in CASES:
+        sinks = torch.linspace(-1.0, 2.0, heads)
+        for kind in (AttentionKind(20), AttentionKind(5, None, sinks), AttentionKind(33, 2.0, sinks)):
+            cache, scale = cache_of([1, 70, 40], kv_heads, dim, page), 0.3
+            assert kind.window is not None
+            for row, length in enumerate((1, 70, 40)):
+                cache.kv[:, cache.table[row, : max(0, length - kind.window) // page].long()] = math.nan
+            q, inputs, what = randn(3, heads, dim, dtype=dtype), cache.inputs(1), (heads, dim, kind.key)
+            expected = REFERENCE.decode_attention(q, cache.kv, inputs, scale, kind=kind)
+            assert not expected.isnan().any()
+            planned = kernels.plan_decode(inputs, heads, cache.kv, kind)
+            for given in (inputs, planned):
+                check(kernels.decode_attention(q, cache.kv, given, scale, kind=kind), expected, dtype, ("choice", what))
+            work = decode_work.plan_decode(inputs, SplitRule(16, 1, 16, 64), False, kind.window)
+            by_tma = kind.softcap is None and decode_list.supports_tma(heads, cache.kv, inputs, 16)
+            memory = kernels.attention_sums, kernels.attention_counters
+            for tma in {False, by_tma}:
+                found = decode_list.attend_list(
+                    q, heads, cache.kv, inputs, work, scale, *memory, tma=tma, kind=kind, **launch
+                )
+                check(found, expected, dtype, ("list", tma, what))
+            if dtype == torch.float16:
+                cache, tiled = cache_of([70, 40], kv_heads, dim, page), TiledPrefill(CPU, TRAITS)
+                prompt, q = PrefillAttention(cache.table, (5, 3), (70, 40)), randn(8, heads, dim, dtype=dtype)
+                expected = REFERENCE.prefill_attention(q, cache.kv, prompt, scale, kind)
+                found = tiled.run(q, cache.kv, prompt, tiled.plan(prompt, heads, cache.kv), scale, kind=kind)
+                check(found, expected, dtype, ("prefill", what))
+    check_counters(kernels)
+
+
 def prompts(kernels: Nvidia) -> None:
     """Of 16-bit queries: with those of float32 no GPU has such a cache (runtime/model_checks.py)."""
     dtype = torch.float16
@@ -167,7 +200,7 @@ def prompts(kernels: Nvidia) -> None:
         inputs = PrefillAttention(cache.table, (70, 5), (70, 90))
         q = randn(75, heads, dim, dtype=dtype)
         expected = REFERENCE.prefill_attention(q, cache.kv, inputs, scale)
-        tiled = TiledPrefill(torch.device("cpu"), TRAITS)
+        tiled = TiledPrefill(CPU, TRAITS)
         planned = tiled.plan(inputs, heads, cache.kv)
         check(tiled.run(q, cache.kv, inputs, planned, scale), expected, dtype, ("prefill", heads, dim))
         tiles = invariant.listed_tiles(inputs, heads, cache.kv)
@@ -186,7 +219,7 @@ def prompts(kernels: Nvidia) -> None:
         check(one, found[[69, 74]], dtype, ("deterministic decode", heads, dim))
 
 
-PARTS: tuple[Callable[[Nvidia], None], ...] = (rotation, attention, prompts)
+PARTS: tuple[Callable[[Nvidia], None], ...] = (rotation, attention, kinds, prompts)
 
 
 def main() -> None:

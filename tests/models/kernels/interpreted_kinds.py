@@ -15,6 +15,7 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -57,8 +58,9 @@ def decoded() -> None:
     for heads, kv_heads, dim, page, new, dtype in (
         (4, 2, 16, 16, 1, torch.float32),
         (6, 2, 24, 8, 3, torch.float16),  # blocks that straddle pages; heads that are no power of two
+        (4, 2, 64, 32, 1, torch.float16),  # by TMA, too
     ):
-        for kind in kinds(heads, 1, 20):
+        for kind in (*kinds(heads, 1, 20), AttentionKind(50, None, torch.linspace(-1.0, 2.0, heads))):
             lengths = [new, 150, 40]
             cache = cache_of(lengths, kv_heads, dim, page, dtype, kind.window and kind.window + new - 1)
             q = randn(len(lengths) * new, heads, dim, dtype=dtype)
@@ -70,12 +72,13 @@ def decoded() -> None:
                 check(attend(**launch), expected, dtype, ("every split", rule, what))
                 check(attend(**launch, apart=True), expected, dtype, ("merged apart", rule, what))
                 work = decode_work.plan_decode(inputs, rule, False, kind.window)
-                for block_n in {16, rule.block}:
+                by_tma = kind.softcap is None and new == 1 and decode_list.supports_tma(heads, cache.kv, inputs, 16)
+                for block_n, tma in product({16, rule.block}, {False, by_tma}):
                     found = decode_list.attend_list(
-                        q, heads, cache.kv, inputs, work, SCALE, *memory, kind=kind, tma=False, block_n=block_n,
+                        q, heads, cache.kv, inputs, work, SCALE, *memory, kind=kind, tma=tma, block_n=block_n,
                         programs=5, **launch,
                     )  # fmt: skip
-                    check(found, expected, dtype, ("list", rule, block_n, what))
+                    check(found, expected, dtype, ("list", rule, block_n, tma, what))
             for given in (inputs, kernels.plan_decode(inputs, heads, cache.kv, kind)):
                 check(kernels.decode_attention(q, cache.kv, given, SCALE, kind=kind), expected, dtype, ("choice", what))
     check_counters(kernels)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from models.kv_group import FP8
 from runtime.schedule.speculation import Speculation
 from runtime.speculate.tree import branching
 from tests.plant import invariant_kernels
@@ -54,6 +55,22 @@ def test_chunks_prefix_hits_and_evictions_change_no_bit(model: str, conditions: 
             assert engine.counters[counter] > 0, f"{name}: nothing was tried"
         told = difference(found, expected)
         assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "condition"), [("gpt-oss", 3), *(long(model, n) for model in MODELS for n in (2, 4))]
+)
+def test_a_float8_cache_changes_no_bit_either(model: str, condition: int) -> None:
+    requests, given = questions(1), exact(model) | {"kv_dtype": FP8}
+    expected = plainly(rig, requests, **given)
+    name, limits, counter = CONDITIONS[condition]
+    with rig(**(limits | given)) as engine:
+        assert {layer.dtype for layer in engine.executor.pool.paged} == {FP8}
+        found = answers(engine, requests)
+        assert engine.counters[counter] > 0, f"{name}: nothing was tried"
+    told = difference(found, expected)
+    assert (told.flips, told.bits) == (0, 0), f"{name}: {told}"
 
 
 @pytest.mark.slow
