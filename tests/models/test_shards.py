@@ -12,6 +12,7 @@ from models.kv_group import keys_and_values
 from models.layers.decoder import Decoder
 from models.registry import config_from_dict
 from models.weights import load_model
+from parallel.comm.collectives import SingleRank
 from parallel.layers.linear import ColumnParallel, RowParallel
 from parallel.layers.shard import HeadShard, ShardContext, VocabShard
 from tests.models.tiny_checkpoint import TINY, RankOf, build, full_tensors
@@ -208,6 +209,14 @@ def test_what_a_rank_keeps_of_a_token() -> None:
     assert [layout.layers for layout in layouts] == [(keys_and_values(n, 10, torch.float32),) * 2 for n in (2, 1, 1, 1)]
     assert layouts[0].bytes_per_token == 2 * 2 * 2 * 10 * 4
     assert not layouts[0].has_slot_state
+
+
+def test_a_model_that_reads_images_says_what_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    text = {key: TINY[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = config_from_dict({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    with caplog.at_level("INFO"):
+        load_model(config, None, load_format="dummy", collectives=SingleRank(), kernels=reference_kernels())
+    assert "Gemma3ForConditionalGeneration: the part that reads and writes text is loaded; images are" in caplog.text
 
 
 def test_the_text_of_gemma_3_is_found_in_three_spellings() -> None:
