@@ -199,11 +199,13 @@ def sigmoid_experts(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any
     allowed = [e for group in groups[: config["topk_group"]] for e in group]
     chosen = sorted(allowed, key=lambda e: -choice[e])[: config["num_experts_per_tok"]]
     total = scores[chosen].sum()
-    out_N = relu2_mlp(w, f"{name}shared_experts.", y_N, config)
+    shared_N, identity = relu2_mlp(w, f"{name}shared_experts.", y_N, config), torch.eye(len(y_N))
+    read = w.get(f"{name}fc1_latent_proj.weight", identity) @ y_N
+    out = torch.zeros_like(read)
     for expert in chosen:
         share = scores[expert] / total * config["routed_scaling_factor"]
-        out_N = out_N + share * relu2_mlp(w, f"{name}experts.{expert}.", y_N, config)
-    return out_N
+        out = out + share * relu2_mlp(w, f"{name}experts.{expert}.", read, config)
+    return shared_N + w.get(f"{name}fc2_latent_proj.weight", identity) @ out
 
 
 def eagle3_guesses(

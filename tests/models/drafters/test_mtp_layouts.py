@@ -145,6 +145,14 @@ def test_a_nemotron_h_layer_guesses_as_the_oracle(tmp_path: Path, pattern: str, 
     compare_guesses(read, load_own_mtp(read, folder), config, tensors)
 
 
+def test_a_nemotron_h_layer_with_latent_experts_guesses_as_the_oracle(tmp_path: Path) -> None:
+    config = hybrid("*E") | {"moe_latent_size": 6}
+    tensors = blocks_tensors(config)
+    folder = write(tmp_path, config, full_tensors(config_from_dict(config)) | tensors)
+    read = load_model(config_from_folder(folder), folder, collectives=SingleRank(), kernels=reference_kernels())
+    compare_guesses(read, load_own_mtp(read, folder), config, tensors)
+
+
 def test_without_a_pattern_it_is_attention_and_experts() -> None:
     assert config_from_dict(HYBRID).mtp_blocks == ("attention", "moe")
     assert config_from_dict({**HYBRID, "num_nextn_predict_layers": 0}).mtp_blocks == ()

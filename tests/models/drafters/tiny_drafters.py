@@ -180,7 +180,11 @@ def blocks_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             shapes[f"{block}mixer.gate"] = (experts, hidden)
             biases[f"{block}mixer.gate.e_score_correction_bias"] = torch.linspace(-0.2, 0.3, experts)
         for mlp, inner in mlps.items():
-            shapes |= {f"{mlp}up_proj": (inner, hidden), f"{mlp}down_proj": (hidden, inner)}
+            width = config.get("moe_latent_size", hidden) if ".experts." in mlp else hidden
+            shapes |= {f"{mlp}up_proj": (inner, width), f"{mlp}down_proj": (width, inner)}
+        if kind == "E" and (latent := config.get("moe_latent_size")):
+            shapes |= {f"{block}mixer.fc1_latent_proj": (latent, hidden)}
+            shapes |= {f"{block}mixer.fc2_latent_proj": (hidden, latent)}
     return random_tensors(shapes, seed) | biases
 
 
