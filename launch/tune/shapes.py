@@ -220,8 +220,7 @@ def step_inputs(model: Decoder, rows: int, tokens: int, most: int, device: torch
     ids = torch.randint(model.config.vocab_size, (rows,), device=device)
     attention = DecodeAttention(table, lengths, 1, most)
     state = StateRows(torch.arange(1, rows + 1, device=device)) if model.cache_layout.has_slot_state else None
-    real_T = torch.ones(rows, dtype=torch.bool, device=device)  # else from the caches, which few layers may not have
-    return StepInputs(ids, positions, slots, attention, state=state, real_T=real_T)
+    return StepInputs(ids, positions, slots, attention, state=state)
 
 
 def recording_ops(seen: Counter[LinearShape]) -> TableOps:

@@ -555,4 +555,5 @@ class Executor:
         began = time.perf_counter()
         measured = self._model.kernels.tune_seen(self._config.kernel_cache, self._config.share)
         if measured:
-            log.info("kernels of %d products chosen by measurement in %.1f s", measured, time.perf_counter() - began)
+            took = time.perf_counter() - began
+            log.info("%d products have no tuned kernel: measured quickly, in %.1f s (see launch tune)", measured, took)

@@ -83,8 +83,13 @@ def test_repeated_tokens_do_not_blow_up(kernels: Nvidia) -> None:
             assert off(a, b) < 4 * BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("most", [0, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_a_row_beside_rows_of_nobody(kernels: Nvidia, dtype: torch.dtype) -> None:
+def test_one_token_a_row_beside_rows_of_nobody(
+    kernels: Nvidia, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``most``: programs that hold a head's state whole; else it streams."""
+    monkeypatch.setattr("models.kernels.recurrent.delta_step._FEW_PROGRAMS", most)
     case = DeltaCase(4, 8, 128, 128, (12, 12, 12), dtype, device=DEVICE)
     made = [case.made(), case.made()]
     slots_B = torch.tensor([3, 0, 1, 0, 2], device=DEVICE)

@@ -22,6 +22,8 @@ from models.kernels.traits import H200
 from models.row_buckets import power_of_two_from
 from parallel.layers.weight import Weight
 
+_WHOLE_COLUMNS, _DOWN_NUMBERS = 1024, 4096  # of down: columns that a program takes at once, numbers of a tile then
+
 
 @triton.jit
 def expert_scales(scales_ptr, expert, rows, K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
@@ -214,7 +216,6 @@ def expert_mlp(
     hidden_PI = x_TN.new_empty(tokens * choices, inner)
     full = full_programs(multiprocessors)
     block_i = min(largest_power(inner), 4 if inner // 4 >= full else 2)
-    block_n = min(largest_power(hidden), 8 if tokens * hidden // 8 >= full else 4)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
         x_TN, gate_up.data, local_TC if gate_up.scale is None else gate_up.scale,
         local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC, hidden_PI, inner,
@@ -225,11 +226,21 @@ def expert_mlp(
         launch_pdl=pdl,
     )  # fmt: skip
     out_TN = torch.empty_like(x_TN)
+    block_n, chunk, warps = _down_tile(down, tokens, full)
     _streamed_down_kernel[(hidden // block_n, tokens)](
         hidden_PI, down.data, local_TC if down.scale is None else down.scale,
         local_TC if down.bias is None else down.bias, weights_TC, local_TC, out_TN, hidden,
-        K=inner, CHOICES=choices, BLOCK_N=block_n, CHUNK=_chunk(down, 256),
+        K=inner, CHOICES=choices, BLOCK_N=block_n, CHUNK=chunk,
         **scale_sizes(down),
-        BIAS=down.bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        BIAS=down.bias is not None, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out_TN
+
+
+def _down_tile(down: Weight, tokens: int, full: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of down: all columns of narrow experts at once, so that a program waits for memory once a
+    choice."""
+    narrow = power_of_two_from(down.inner)
+    if down.format.block is None and narrow <= _WHOLE_COLUMNS:
+        return min(largest_power(down.outputs), max(1, _DOWN_NUMBERS // narrow)), narrow, 8
+    return min(largest_power(down.outputs), 8 if tokens * down.outputs // 8 >= full else 4), _chunk(down, 256), 4

@@ -4,8 +4,9 @@ Knows: the recurrence, and for steps of one token a row the convolution in front
 Does not know: long rows, which chunks serve (delta_chunk.py), or projections.
 
 `_steps_kernel`: some tokens of a row; a program keeps a slice of a head's state in registers. `_conv_step_kernel`: one
-token of every row, a whole head a program, because the norm is over a head. The state streams through shared memory,
-several slices ahead of the one that is computed.
+token of every row, a whole head a program, because the norm is over a head. If every program has a multiprocessor, it
+holds its state in registers, loaded before the wait. Otherwise the state streams through shared memory, several slices
+ahead of the one that is computed.
 
 The state is read from the pool by slot and written back once, whatever the number of tokens, so a token's bits do not
 depend on how its prompt was cut. Rows of slot 0 are unused: what they write there is not read.
@@ -33,6 +34,7 @@ _STREAMED, _STAGES = (
     2048,
     4,
 )  # numbers of the state in a slice, and slices on their way; docs/lab/measurements/hybrid.md
+_WHOLE_DIM, _FEW_PROGRAMS = 128, 128  # dims of a state that a program can hold; programs that an H200 holds then
 
 
 @triton.jit
@@ -92,6 +94,9 @@ def _conv_step_kernel(
     q_before = _before(weight_ptr, window_ptr, slot, position, q_at, of_k, C, TAPS)
     k_before = _before(weight_ptr, window_ptr, slot, position, k_at, of_k, C, TAPS)
     v_before = _before(weight_ptr, window_ptr, slot, position, v_at, all_v < V, C, TAPS)
+    there = (inner < V)[:, None] & of_k[None, :]
+    if PARTS == 1:  # of an earlier step, too
+        state = tl.load(held + inner[:, None] * K, mask=there, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -109,17 +114,25 @@ def _conv_step_kernel(
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     outs = tl.zeros((PARTS, SLICE), tl.float32)
-    for part in tl.range(0, PARTS, num_stages=STAGES):
-        here = part * SLICE + inner
-        there = (here < V)[:, None] & of_k[None, :]
-        state = tl.load(held + here[:, None] * K, mask=there, other=0.0) * decay
-        this = parts[:, None] == part
-        v = tl.sum(tl.where(this, values, 0.0), 0)
-        missing = (v - tl.sum(state * k[None, :], 1)) * beta
-        state = state + missing[:, None] * k[None, :]
-        out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
-        outs = tl.where(this, out[None, :], outs)
-        tl.store(held + here[:, None] * K, state, mask=there)
+    if PARTS == 1:
+        state = state * decay
+        read = tl.sum(state * q[None, :], 1)  # beside the other sum, which it does not wait for
+        missing = (tl.reshape(values, (SLICE,)) - tl.sum(state * k[None, :], 1)) * beta
+        out = (read + missing * tl.sum(q * k, 0)).to(out_ptr.dtype.element_ty).to(tl.float32)
+        outs = tl.reshape(out, (PARTS, SLICE))
+        tl.store(held + inner[:, None] * K, state + missing[:, None] * k[None, :], mask=there)
+    else:
+        for part in tl.range(0, PARTS, num_stages=STAGES):
+            here = part * SLICE + inner
+            there = (here < V)[:, None] & of_k[None, :]
+            state = tl.load(held + here[:, None] * K, mask=there, other=0.0) * decay
+            this = parts[:, None] == part
+            v = tl.sum(tl.where(this, values, 0.0), 0)
+            missing = (v - tl.sum(state * k[None, :], 1)) * beta
+            state = state + missing[:, None] * k[None, :]
+            out = tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty).to(tl.float32)
+            outs = tl.where(this, out[None, :], outs)
+            tl.store(held + here[:, None] * K, state, mask=there)
     squares = tl.sum(tl.sum(outs * outs, 1), 0)
     normed = (outs * tl.rsqrt(squares / V + eps)).to(out_ptr.dtype.element_ty).to(tl.float32)
     where = out_ptr + token * (HV * V) + head * V + all_v
@@ -199,7 +212,8 @@ def conv_delta_step(
         raise ValueError(f"{len(projected_TX)} tokens of {len(rows.slots_B)} rows are not one token a row that is kept")
     qkv_TC, z_TV, b_TH, a_TH = torch.split(projected_TX, list(rule.widths), 1)
     out_TV = torch.empty(z_TV.shape, dtype=z_TV.dtype, device=z_TV.device)
-    slice_v, parts, warps = _slices(rule, _STREAMED)
+    few = len(rows.slots_B) * rule.v_heads <= _FEW_PROGRAMS and max(rule.k_dim, rule.v_dim) <= _WHOLE_DIM
+    slice_v, parts, warps = _slices(rule, _WHOLE_DIM**2 if few else _STREAMED)
     _conv_step_kernel[(len(rows.slots_B), rule.v_heads)](
         qkv_TC, z_TV, b_TH, a_TH, weight_CJ, window_SJC, rule.decay_log_H, rule.decay_bias_H, rule.norm_V, state_SHVK,
         rows.slots_B, positions_T, out_TV, qkv_TC.stride(0), z_TV.stride(0), qkv_TC.shape[1], rule.k_dim**-0.5,
@@ -240,7 +254,8 @@ def _slices(rule: DeltaRule, cells: int) -> tuple[int, int, int]:
     """(values at once, slices of a head, warps): a slice has at most ``cells`` numbers of the state."""
     block_k, block_v = triton.next_power_of_2(rule.k_dim), triton.next_power_of_2(rule.v_dim)
     slice_v = max(1, min(block_v, cells // block_k))
-    return slice_v, block_v // slice_v, max(1, min(4, slice_v * block_k // 512))
+    most = 4 if cells <= _KEPT_BY_A_PROGRAM else 16
+    return slice_v, block_v // slice_v, max(1, min(most, slice_v * block_k // 512))
 
 
 def _same_stride(*parts: Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.inputs import StateRows
-from models.kernels.recurrent import gates
+from models.kernels.recurrent import delta_step, gates
 from tests.models.kernels.nvidia_kernels import nvidia_kernels_on_cpu
 from tests.models.kernels.quick_interpreter import ALL
 from tests.models.kernels.recurrent.chunk_cases import AT_EDGES, both
@@ -97,12 +97,18 @@ def chunks() -> None:
 
 
 def decode_steps() -> None:
-    """One token a row, the convolution in the same launch, beside rows of nobody."""
-    case = DeltaCase(k_heads=2, v_heads=4, k_dim=12, v_dim=16, lengths=(9, 9, 9))
+    """One token a row, the convolution in the same launch, beside rows of nobody: states whole, then in four slices."""
+    check_decode(tokens=9)
+    with patch.object(delta_step, "_FEW_PROGRAMS", 0), patch.object(delta_step, "_STREAMED", 64):
+        check_decode(tokens=3)
+
+
+def check_decode(tokens: int) -> None:
+    case = DeltaCase(k_heads=2, v_heads=4, k_dim=12, v_dim=16, lengths=(tokens,) * 3)
     outs, states = [], []
     for kernels in (REFERENCE, nvidia_kernels_on_cpu()):
         made = case.made()
-        for position in range(9):
+        for position in range(tokens):
             slots_B = torch.tensor([3, 0, 1, 0, 2])
             x, nobody_X = made.projected, torch.full_like(made.projected[0][0], float("nan"))
             projected_TX = torch.stack([x[2][position], nobody_X, x[0][position], nobody_X, x[1][position]])
@@ -112,7 +118,7 @@ def decode_steps() -> None:
             outs.append(out[[0, 2, 4]])
         states.append((made.window_SJC[1:4], made.state_SHVK[1:4]))
         assert bool(made.state_SHVK[4:].isnan().all())
-    for a, b in zip(outs[:9], outs[9:], strict=True):
+    for a, b in zip(outs[:tokens], outs[tokens:], strict=True):
         close(b, a, "decode")
     assert torch.equal(states[0][0], states[1][0])
     close(states[1][1], states[0][1], "decode states")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.kernels.experts.tiles import Tiles, default_tiles, long_list_tiles, room_for, without_lists
+from parallel.layers.weight import Weight
 
 QWEN, MIXTRAL = (128, 8), (8, 2)  # experts of a layer, chosen by a token
 SIZES = {QWEN: (2048, 768), MIXTRAL: (4096, 14336)}  # hidden and intermediate
@@ -31,6 +32,14 @@ def test_sizes_that_were_measured_have_the_tiles_that_were_found(
 ) -> None:
     experts, choices = model
     assert default_tiles(rows * choices / experts, *SIZES[model]) == (gate_up, down)
+
+
+def test_of_few_tokens_narrow_experts_have_all_columns_of_down_in_a_tile() -> None:
+    streamed = pytest.importorskip("models.kernels.experts.streamed", reason="Triton is not installed")
+    tiles = {(2048, 768): (4, 1024, 8), (2048, 512): (8, 512, 8), (2688, 1856): (4, 256, 4), (4096, 14336): (8, 256, 4)}
+    for (hidden, inner), tile in tiles.items():
+        down = Weight.of(torch.empty(1, hidden, inner, device="meta"))
+        assert streamed._down_tile(down, 1, streamed.full_programs(132)) == tile
 
 
 @pytest.mark.parametrize("model", [QWEN, MIXTRAL])
