@@ -53,7 +53,7 @@ def test_a_run_that_leaves_something_behind_fails_and_says_what(workers: str, tm
     assert "sleep 600" in left[0]
     assert "forgotten-" in left[1]
     assert not Path(left[1].partition(": ")[2]).exists(), "it is cleared away all the same"
-    assert run_of(tmp_path, "-n", workers, "-k", "nothing").returncode == 0
+    assert run_of(tmp_path, "-n", "0", "-k", "nothing").returncode == 0
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,21 +14,15 @@ from launch.bench.options import LatencyOptions, ThroughputOptions
 from launch.sweep.ledger import Ledger
 from launch.sweep.report.rows import read_report
 from tests.runtime.engine.rig import tiny_folder
+from tests.torchrun import python
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def command(*words: str, code: int = 0) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", "launch", "sweep", *words],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended.stdout
+    ended = python("launch", "sweep", *words)
+    assert ended.returncode == code, ended.said
+    return ended.output
 
 
 @pytest.fixture

@@ -168,14 +168,17 @@ def main() -> None:
         check_mlp(small, 40, 2, 3, (32, 16), dtype)
         for form in (streamed.expert_mlp, grouped):
             check_mlp(form, 3, 2, 3, (48, 32), dtype, 1)
-            check_mlp(form, 2, 1, 2, (1344, 464), dtype, 1)  # Nemotron's widths have no large power of two
+            if dtype is torch.float16:
+                check_mlp(form, 2, 1, 2, (1344, 464), dtype, 1)  # Nemotron's widths have no large power of two
             check_mlp(form, 3, 2, 3, (48, 32), dtype, limit=1.0)
             check_mlp(form, 3, 2, 3, (48, 32), dtype, gelu=True)
         with patch.object(streamed, "_WHOLE_COLUMNS", 256):
             check_mlp(streamed.expert_mlp, 2, 1, 2, (1344, 464), dtype, 1)
         check_mlp(large, 70, 3, 4, (32, 48), dtype)
         check_mlp(small, 40, 2, 3, (32, 16), dtype, limit=0.7)
-        for group in (1, 2, 8):  # of lists of about 5 blocks: no group, the last one cut short, one of all
+        for group in (
+            (1, 2, 8) if dtype is torch.float16 else ()
+        ):  # of lists of about 5 blocks: no group, the last one cut short, one of all
             tiles = Tiles(16, 16, 16, 2, 4, group)
             check_mlp(partial(grouped, tiles=(tiles, tiles)), 200, 2, 3, (32, 48), dtype)
     for group, split in ((1, 1), (2, 3), (8, 1)):

@@ -214,7 +214,11 @@ class RejectedAreNan:
 @pytest.mark.parametrize(("family", "drafts"), covering(FAMILIES, ("windows", "mtp"), at_once=1))
 @pytest.mark.parametrize(
     "over",
-    [RejectedAreNan, lambda: multiplies_by_zero, lambda: RejectedAreNan(multiplies_by_zero)],
+    [
+        RejectedAreNan,
+        pytest.param(lambda: multiplies_by_zero, marks=pytest.mark.long),  # shows what no assertion sees
+        lambda: RejectedAreNan(multiplies_by_zero),
+    ],
     ids=["poison", "a mask that multiplies", "both"],
 )
 def test_rejected_draft_tokens_reach_no_state(

@@ -162,7 +162,7 @@ def test_chunks_of_others_keep_what_they_had() -> None:
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 20))])
 def test_whole_waves_of_any_chunks(seed: int) -> None:
     draw = random.Random(seed)
-    for _ in range(200):
+    for _ in range(80):
         tile, wave = draw.choice(((1, 1), (2, 3), (4, 2), (8, 8), (128, 4)))
         most = draw.choice((3, tile * wave, 5 * tile * wave))
         had = {prefilling(i, 5000 + draw.randrange(1, 2 * most + 1), done=5000): 0 for i in range(draw.randrange(1, 5))}
