@@ -66,7 +66,7 @@ class Tail:
 
     def rehearse(self, rows: Rows, width: int, variant: SamplingVariant) -> None:
         """Sample for ``rows`` of padding, so that the variant's kernels are compiled; writes nothing."""
-        model, (slots_B, tokens_BW, drafted) = self._model, (rows.rows_B, rows.tokens_BW, rows.drafted)
+        model, slots_B, tokens_BW, drafted = self._model, rows.rows_B, rows.tokens_BW, rows.drafted
         shape = tokens_BW.numel(), model.config.hidden_size
         hidden_TN = torch.zeros(shape, dtype=model.dtype, device=slots_B.device)
         view = RowView(slots_B, tokens_BW, rows.tree, width)
