@@ -45,6 +45,18 @@ _PRODUCT_BFLOAT16, _PRODUCT_FLOAT16 = (tl.constexpr(_PRODUCT.format(kind)) for k
 _LOW, _HIGH = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;"), tl.constexpr("prmt.b32 $0, $1, $2, 0x7632;")
 
 
+@triton.constexpr_function
+def scaled_after(codes, scale_columns, inner):
+    """Whether the sums of 128 columns are scaled, not their numbers."""
+    return codes == INT4.value and (scale_columns % STEP == 0 or scale_columns >= inner)
+
+
+@triton.constexpr_function
+def groups_of(scale_columns):
+    """Groups of a thread's columns of a step."""
+    return 2 if scale_columns < 32 else 1
+
+
 @triton.jit
 def _load(address):
     a, b, c, d = tl.inline_asm_elementwise(_LOAD, "=r,=r,=r,=r,l", [address], (tl.int32,) * 4, is_pure=False, pack=1)
@@ -110,7 +122,7 @@ def with_codes(
     for k in tl.static_range(2):
         row = rows[k].to(tl.int64)
         codes = codes + _load(weight_ptr.to(tl.int64) + row * (K // 2) + column // 2)
-        for part in tl.static_range(2 if SCALE_COLUMNS < 32 else 1):
+        for part in tl.static_range(groups_of(SCALE_COLUMNS)):
             group = row * groups + column // SCALE_COLUMNS + part
             scales = scales + (tl.load(scale_ptr + group),)
             if ZEROS:
@@ -159,8 +171,8 @@ def fragment_sums(
 ):  # fmt: skip
     """Sums of (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1), row by token, over this thread's warp's columns."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    AFTER: tl.constexpr = CODES == INT4 and (SCALE_COLUMNS % 128 == 0 or SCALE_COLUMNS >= K)  # sums are scaled
-    GROUPS: tl.constexpr = 2 if SCALE_COLUMNS < 32 else 1  # of a thread's columns
+    AFTER: tl.constexpr = scaled_after(CODES, SCALE_COLUMNS, K)
+    GROUPS: tl.constexpr = groups_of(SCALE_COLUMNS)
     nothing = tl.zeros(first.shape, tl.float32)
     codes, scales, zeros, sums = (), (), (), (nothing, nothing, nothing, nothing)
     for step in tl.static_range(STEPS + AHEAD):

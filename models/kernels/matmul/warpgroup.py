@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.matmul import fragments
 from models.kernels.matmul.epilogue import store_rows, sum_of_parts
-from models.kernels.matmul.four_bits import INT4, constants_of, memory_of
-from models.kernels.matmul.fragments import pairs_of_word, with_codes
+from models.kernels.matmul.four_bits import constants_of, memory_of
+from models.kernels.matmul.fragments import groups_of, pairs_of_word, scaled_after, with_codes
 from models.row_buckets import power_of_two_from
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -67,8 +67,8 @@ def _with_step(
     ZEROS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """``acc`` and the products of 128 columns, of which ``codes`` and the others begin with."""
-    AFTER: tl.constexpr = CODES == INT4 and (SCALE_COLUMNS % 128 == 0 or SCALE_COLUMNS >= K)  # sums are scaled
-    GROUPS: tl.constexpr = 2 if SCALE_COLUMNS < 32 else 1
+    AFTER: tl.constexpr = scaled_after(CODES, SCALE_COLUMNS, K)
+    GROUPS: tl.constexpr = groups_of(SCALE_COLUMNS)
     dtype: tl.constexpr = x.dtype
     halves = ()  # row g or g + 8, word, place, column j or j + 4
     for k in tl.static_range(2):
@@ -107,7 +107,7 @@ def _warpgroup_kernel(
 ):  # fmt: skip
     steps: tl.constexpr = (K + SPLIT * 128 - 1) // (SPLIT * 128)
     WHOLE: tl.constexpr = steps * SPLIT * 128 == K
-    GROUPS: tl.constexpr = 2 if SCALE_COLUMNS < 32 else 1  # of a thread's columns
+    GROUPS: tl.constexpr = groups_of(SCALE_COLUMNS)
     ZERO: tl.constexpr = 2 * GROUPS if ZEROS else 0
     width: tl.constexpr = 32 if GATE_UP else 64  # columns of the output
     tile, part = tl.program_id(0), tl.program_id(1)

@@ -314,9 +314,9 @@ def _warpgroup_refuses(products: Any, shape: LinearShape, choice: Warpgroup, mea
         return f"no four-bit weights, activations of 32 bits, or more than {MOST_WARPGROUP_ROWS} rows"
     if not warpgroup.fits(shape.format, shape.outputs, shape.inner, choice.split, choice.ahead):
         return _BLOCK
-    floats = warpgroup.workspace_floats(shape.rows, shape.outputs, choice.split)
-    enough = floats <= products._partial.numel() and shape.outputs // warpgroup.BLOCK_O <= skinny.COUNTERS
-    return None if enough else _WORKSPACE
+    enough = warpgroup.workspace_floats(shape.rows, shape.outputs, choice.split) <= products._partial.numel()
+    few = choice.split == 1 or shape.outputs // warpgroup.BLOCK_O <= skinny.COUNTERS
+    return None if enough and few else _WORKSPACE
 
 
 def _skinny_refuses(products: Any, shape: LinearShape, choice: Skinny, measured: int | None) -> str | None:

@@ -175,6 +175,8 @@ def test_four_bit_weights_of_8b_take_a_warpgroup_from_5_to_32_rows_and_start_ups
         tried = made._quickly(LinearShape(rows, 3072, 2880, torch.bfloat16, stored=form))
         assert isinstance(tried[0], Warpgroup) == (1 < rows <= 32)
         assert len({type(choice) for choice in tried}) == 2 + (1 < rows <= 32)
+    many = LinearShape(8, 64 * (dispatch.skinny.COUNTERS + 1), 512, torch.bfloat16, stored=int4(128, torch.float16))
+    assert [made.can_run(many, Warpgroup(split, 2)) for split in (1, 2)] == [True, False], "only parts are counted"
 
 
 def test_decode_buckets_between_powers_of_two_run_what_was_measured() -> None:
