@@ -174,6 +174,8 @@ def _attend_list_kernel(
     BLOCK: tl.constexpr,  # of the list's rule: windows begin at multiples of it
     CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # With programs of the next product beside these, 8 rows of 8B FP8 take 7% longer (docs/lab/measurements/gemm.md).
+    LATE: tl.constexpr = ONE_NEWEST and keys_ptr.dtype.element_ty == tl.float8e4nv
     item = tl.program_id(0)
     programs = tl.num_programs(0)
     # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
@@ -198,7 +200,8 @@ def _attend_list_kernel(
         # One program waits even where there is nothing to do, or the successor would start before the predecessor ends.
         if (item < items) | (item == 0):
             gdc_wait()
-            gdc_launch_dependents()
+            if not LATE:
+                gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     # Every other round goes backwards: who had the most keys in one has the fewest in the next.
     first_of_round, across_round = item, programs - 1 - item
@@ -254,6 +257,8 @@ def _attend_list_kernel(
             cos_sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, row, head, K, D, BLOCK_D, ROTARY, ROPE, NORM,
             item < items,
         )  # fmt: skip
+    if PDL and LATE:
+        gdc_launch_dependents()
 
 
 def supports_tma(heads: int, kv_layer: Tensor, inputs: DecodeAttention, block_n: int) -> bool:
