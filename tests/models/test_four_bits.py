@@ -230,20 +230,19 @@ def test_an_engine_answers_as_the_numbers_that_codes_mean(model: str, tmp_path: 
     ],
 )
 def test_ranks_choose_the_tokens_of_the_numbers_that_codes_mean(model: str, name: str | None, tmp_path: Path) -> None:
-    """One rank, two and four: on four, shards of 40 and of 24 features begin at multiples of 16."""
+    """One rank and four: on four, shards of 40 and of 24 features begin at multiples of 16."""
     write_both(tmp_path, MODELS[model], schemes()[name] if name else None)
     prompts = [[(7 * row + place) % 48 for place in range(3 + row)] for row in range(16)]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     run_models(tmp_path, SingleRank(), 1)
-    for size in (2, 4):
-        meeting = Meeting(size)
-        with ThreadPoolExecutor(size) as pool:
-            ranks = [pool.submit(run_models, tmp_path, MetCollectives(meeting, rank), 1) for rank in range(size)]
-            for rank in ranks:
-                rank.result()
+    meeting = Meeting(4)
+    with ThreadPoolExecutor(4) as pool:
+        ranks = [pool.submit(run_models, tmp_path, MetCollectives(meeting, rank), 1) for rank in range(4)]
+        for each in ranks:
+            each.result()
     expected = load_file(tmp_path / "plain.tp.1.safetensors")
     found = sorted(tmp_path.glob("coded.*.safetensors"))
-    assert len(found) == (3 if model == "qwen3" else 7)  # of several ranks also with whole experts, in two orders
+    assert len(found) == (2 if model == "qwen3" else 4)  # of several ranks also with whole experts, in two orders
     for file in found:
         for label, result in load_file(file).items():
             if label.endswith("tokens"):

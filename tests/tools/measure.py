@@ -3,7 +3,7 @@
 Knows: what is measured, and the aim of each measure. Does not know: earlier values (the baseline file has them).
 
     python tests/tools/measure.py           print name, value, aim (from the root of the project; standard library only)
-    ... --trace         also the files and stays of a decode turn of the demo model: needs torch
+    ... --trace         instead the files and stays of a decode turn of the demo model: needs torch
     ... --write FILE    write the values into the baseline FILE; its features, loans and other values stay
     ... --check FILE    exit with 1 where a frozen value is worse than the baseline
 
@@ -187,7 +187,16 @@ def inside(folder: str, argv: list[str]) -> int:
 
     sys.path.insert(0, str(ROOT.resolve()))
     sys.argv = ["launch", *argv]
-    sys.setprofile(watch)
+    from runtime.engine import Engine
+
+    step = Engine.step
+
+    def first_step(engine: Engine, *given: Any, **named: Any) -> Any:
+        Engine.step = step  # type: ignore[method-assign]
+        sys.setprofile(watch)  # not before: most calls are made by imports
+        return step(engine, *given, **named)
+
+    Engine.step = first_step  # type: ignore[method-assign, assignment]
     try:
         runpy.run_module("launch", run_name="__main__")
     finally:
@@ -202,7 +211,8 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--write", type=Path)
     parser.add_argument("--check", type=Path)
-    args, found = parser.parse_args(), measure()
+    args = parser.parse_args()
+    found = {} if args.trace else measure()
     for ranks, who in ((1, "one rank"), (2, "leader of two")) if args.trace else ():
         found[f"files of a turn, {who}"], found[f"stays of a turn, {who}"] = trace(ranks)
     for name, value in found.items():

@@ -112,7 +112,8 @@ def test_whole_answers_without_a_short_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_that_is_not_full_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"latency {SMALL} --batch-size 1,8 --num-blocks 12 --max-model-len 64"  # eight requests need 32 blocks
+    once = SMALL.replace("--num-iters 2 --num-warmups 1", "--num-iters 1 --num-warmups 0")
+    line = f"latency {once} --batch-size 1,8 --num-blocks 12 --max-model-len 64"  # eight requests need 32 blocks
     assert measure(tmp_path, f"{line} --profile") == 1
     one, eight = result(tmp_path, "points.jsonl")
     assert one["refused"] is None or BUSY in one["refused"]

@@ -16,8 +16,6 @@ from launch.sweep.report.rows import read_report
 from tests.runtime.engine.rig import tiny_folder
 from tests.torchrun import python
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def command(*words: str, code: int = 0) -> str:
     ended = python("launch", "sweep", *words)
