@@ -132,17 +132,16 @@ def rows_as_codes(kernels: Nvidia) -> None:
 
 
 def some(shape: LinearShape) -> list[Choice]:
-    """The likeliest candidates, two others, and split ones and wide ones, as small weights never have them."""
+    """The likeliest candidate, another one, and split ones and wide ones, as small weights never have them."""
     found = candidates.candidates_for(shape)
     ragged = [Gemv(2, 1024, 4)] if shape.rows <= candidates.MOST_GEMV_ROWS else []
-    picked = [*found[:2], *ragged, *random.Random(shape.rows).sample(found[2:], min(2, max(0, len(found) - 2)))]
+    picked = [*found[:1], *ragged, *random.Random(shape.rows).sample(found[1:], len(found[1:2]))]
     skinny = next((choice for choice in found if isinstance(choice, Skinny)), None)
     if skinny is not None:
         picked += [
             dataclasses.replace(skinny, block_k=128, prefetch=128, split=split, fold=split == 2) for split in (2, 3)
         ]
-        for block_m in (16, 64):  # weights as the tall operand, and tokens
-            picked += [Wide(block_m, 32, 64, 1, 3, 4, 128), Wide(block_m, 48, 128, 3, 3, 4, 64)]
+        picked += [Wide(16, 48, 128, 3, 3, 4, 64), Wide(64, 32, 64, 1, 3, 4, 128)]  # tall: the weights, and the tokens
     return picked
 
 
