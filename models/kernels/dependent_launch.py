@@ -10,7 +10,7 @@ ended. These rules keep that safe:
 2. Every kernel calls ``gdc_launch_dependents`` after its own ``gdc_wait``. So when a kernel starts, every launch but
    its predecessor has ended, and what those wrote may be read at once. Most kernels call it right after the wait. A
    ``late`` product (skinny.py, wide.py) calls it after its last weights, so that its successor prefetches while it
-   ends; attention over a float8 cache (decode_list.py) after its last keys.
+   ends; attention over a float8 cache, for products of codes (decode_list.py), after its last keys.
    A program with nothing to do may leave without waiting, as long as another one of its launch waits.
 3. Before the wait a kernel reads only weights, and per-step metadata (lengths, pages, positions) that its predecessor
    never writes.

@@ -175,7 +175,8 @@ def _attend_list_kernel(
     CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # With programs of the next product beside these, 8 rows of 8B FP8 take 7% longer (docs/lab/measurements/gemm.md).
-    LATE: tl.constexpr = ONE_NEWEST and keys_ptr.dtype.element_ty == tl.float8e4nv
+    CODES: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv and out_ptr.dtype.element_ty == tl.float8e4nv
+    LATE: tl.constexpr = ONE_NEWEST and CODES
     item = tl.program_id(0)
     programs = tl.num_programs(0)
     # Read before the wait: the predecessor wrote q, but never the list, a page or a position.
