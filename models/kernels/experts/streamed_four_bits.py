@@ -20,7 +20,7 @@ from models.kernels.matmul.fragments import STEP, fragment_sums, tile_of
 from models.row_buckets import power_of_two_from
 from parallel.layers.weight import Weight
 
-_WARPS, _MOST_WARPS = 8, 16
+_WARPS, _MOST_WARPS = 4, 8
 _STEPS = 6  # of a warp: more warps share K where it would take more
 
 
@@ -75,30 +75,27 @@ def _four_bit_gate_up_kernel(
 def _four_bit_down_kernel(
     hidden_ptr,  # [T * C, K]
     weight_ptr,  # uint8 [G, N, K / 2]
-    scales_ptr, zeros_ptr, factors_ptr, bias_ptr,
-    share_ptr,  # [T, C]
-    chosen_ptr, out_ptr, N, K: tl.constexpr, CHOICES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CODES: tl.constexpr,
+    scale_ptr, zero_ptr, factor_ptr, bias_ptr,
+    routed_share_ptr,  # [T, C], written before the launch right before: shares and chosen experts
+    routed_ptr, out_ptr, N, K: tl.constexpr, CHOICES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, CODES: tl.constexpr,
     ZEROS: tl.constexpr, FACTORS: tl.constexpr, LIFT: tl.constexpr, WARPS: tl.constexpr,
     PARTS: tl.constexpr,  # warps that share K of a choice
     STEPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     AHEAD: tl.constexpr = 2 if ZEROS and STEPS > 2 else STEPS  # zeros take registers, too
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     thread = tl.arange(0, 32 * WARPS)
     g, part, choice = thread % 32 // 4, thread // 32 % PARTS, thread // 32 // PARTS
     pair = token * CHOICES + choice
-    expert = tl.load(chosen_ptr + pair, mask=choice < CHOICES, other=-1).to(tl.int64)
+    expert = tl.load(routed_ptr + pair, mask=choice < CHOICES, other=-1).to(tl.int64)
     here = expert >= 0
-    share = tl.load(share_ptr + pair, mask=here, other=0.0)
+    share = tl.load(routed_share_ptr + pair, mask=here, other=0.0)
     low = tl.where(here, expert * N + tl.program_id(0) * 16 + g, 0)
     high = tl.where(here, low + 8, 0)
     sums = fragment_sums(
-        hidden_ptr + pair.to(tl.int64) * K, here & (g == 0), weight_ptr, scales_ptr, zeros_ptr, factors_ptr,
+        hidden_ptr + pair.to(tl.int64) * K, here & (g == 0), weight_ptr, scale_ptr, zero_ptr, factor_ptr,
         (low, high), part * 128 + thread % 4 * 32, PARTS * 128, STEPS, AHEAD, STEPS * PARTS * 128 == K, K,
-        SCALE_COLUMNS, CODES, ZEROS, FACTORS, LIFT, False,
+        SCALE_COLUMNS, CODES, ZEROS, FACTORS, LIFT, PDL,
     )  # fmt: skip
     a, b, c, d = sums
     if BIAS:  # once a choice, to the first token's sums
