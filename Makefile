@@ -45,9 +45,10 @@ $(STAMP): pyproject.toml constraints.txt
 check: $(STAMP)  ## after every edit: static and quick, in a minute and a half on two cores
 	$(MAKE) --no-print-directory --output-sync -j 2 static quick
 
+# BESIDE: other targets to run while pytest does, as .ci/run wants it.
 test: $(STAMP)  ## before a change lands, and in CI: static, interpreted, pytest and trace, in ten minutes on two cores
 	$(MAKE) --no-print-directory --output-sync -j 3 static interpreted trace
-	$(MAKE) --no-print-directory pytest
+	$(MAKE) --no-print-directory -j 3 pytest $(BESIDE)
 
 static: $(STAMP)  ## ruff, mypy (strict), and the ratchet: size and wording are no worse than tests/tools/baseline.json
 	$(BIN)/ruff check .

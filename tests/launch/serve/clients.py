@@ -306,11 +306,11 @@ async def run(names: list[str], folder: Path) -> dict[str, str]:
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="clients")
-    parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], default=list(CLIENTS))
+    parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], default=[])
     parser.add_argument("--venvs", type=Path, default=ROOT / "out/clients")
     given = parser.parse_args(words)
     given.venvs.mkdir(parents=True, exist_ok=True)
-    told = asyncio.run(run(given.names, given.venvs))
+    told = asyncio.run(run(given.names or list(CLIENTS), given.venvs))
     return 0 if set(told.values()) == {"ok"} else 1
 
 
