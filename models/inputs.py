@@ -219,10 +219,10 @@ class StateRows:
         """Whether tokens update the state whose results were read before: what is returned now is not read."""
         return self.kept_B is not None and not self.frozen
 
-    def real(self, token_ids_T: Tensor) -> Tensor:
-        """bool [T]: the tokens of live rows."""
-        tokens_T = torch.arange(len(token_ids_T), device=self.slots_B.device)
-        rows_T = tokens_T * len(self.slots_B) // len(tokens_T)
+    def real(self, tokens: int) -> Tensor:
+        """bool [T]: which of the step's ``tokens`` belong to live rows, not to padding."""
+        tokens_T = torch.arange(tokens, device=self.slots_B.device)
+        rows_T = tokens_T * len(self.slots_B) // tokens
         if self.ends_B is not None:
             rows_T = torch.searchsorted(self.ends_B, tokens_T, right=True)
         return torch.nn.functional.pad(self.slots_B, (0, 1))[rows_T] != 0  # padding comes after the last row

@@ -52,7 +52,7 @@ def look(environ: Mapping[str, str], *, measure: bool = True) -> list[Section]:
     from launch.ranks.start_engine import control_directory  # this and the rest need torch
     from models.registry import ARCHITECTURES
 
-    programs.ok(f"models open whose config.json names {', '.join(sorted(ARCHITECTURES))}")
+    programs.ok(f"supported architectures: {', '.join(sorted(ARCHITECTURES))}")
     sections.append(control(control_directory()))
     sections += _devices(measure)
     return sections

@@ -83,7 +83,7 @@ class Asked:
     token_ids: bool = False
     form: str = ""  # kind of a constrained answer, as /metrics has it
     grammar_field: str = ""  # that asks for the answers' grammar
-    named_tool: bool = False  # is to be called: as OpenAI's, the answer ends with "stop"
+    named_tool: bool = False  # a named tool must be called: finish_reason is then "stop", as in OpenAI's API
     most_calls: int | None = None  # of tools, in an answer; None: as many as the model writes
     reasoning: bool = True  # is shown
     begun: bool = False  # the prompt ends with the beginning of the reasoning

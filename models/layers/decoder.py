@@ -335,7 +335,7 @@ class Decoder(CheckpointParts):
             return inputs
         paged = self.cache_layout.first_paged
         if paged is None:
-            return replace(inputs, real_T=cast(StateRows, inputs.state).real(inputs.token_ids_T))
+            return replace(inputs, real_T=cast(StateRows, inputs.state).real(len(inputs.token_ids_T)))
         page_size = cast(Tensor, caches[paged]).shape[2]
         return replace(inputs, real_T=inputs.of_group(0).kv_slots_T >= page_size)
 

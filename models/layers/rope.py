@@ -174,14 +174,15 @@ def given_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested_parameters(config: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """What 'rope_parameters' says of each kind of layers; empty in transformers 4's form. Raises ValueError for what
-    transformers 5 ignores in the config of a family with a rope for each kind."""
+    """The object of 'rope_parameters' for each of ``kinds``; empty in transformers 4's form. Raises ValueError for what
+    transformers 5 ignores in the config of a family with a rope for each kind of layer."""
     given = given_parameters(config)
     nested = {kind: given[kind] for kind in kinds if isinstance(given.get(kind), dict)}
     if config.get("rope_parameters") and not nested:
         raise ValueError(f"'rope_parameters' must have an object for {' and '.join(map(repr, kinds))}, not {given!r}")
-    if (config.get("rope_scaling") or {}).get("rope_type") is None and given.get("rope_type", "default") != "default":
-        raise ValueError(f"'rope_scaling' must say 'rope_type', not 'type': {config['rope_scaling']!r}")
+    old = config.get("rope_scaling") or {}
+    if old.get("rope_type") is None and (old.get("type") or "default") != "default":
+        raise ValueError(f"'rope_scaling' must say 'rope_type', not 'type': {old!r}")
     return nested
 
 

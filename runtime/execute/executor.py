@@ -556,4 +556,4 @@ class Executor:
         measured = self._model.kernels.tune_seen(self._config.kernel_cache, self._config.share)
         if measured:
             took = time.perf_counter() - began
-            log.info("%d products have no tuned kernel: measured quickly, in %.1f s (see launch tune)", measured, took)
+            log.info("%d GEMMs have no tuned kernel: measured quickly, in %.1f s (see launch tune)", measured, took)

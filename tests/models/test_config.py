@@ -659,8 +659,9 @@ def test_keys_that_change_nothing_are_fine() -> None:
         (OTHERS["granite-4"], {"normalization_function": "rmsnorm", "init_method": "mup"}),
         (NEMOTRON_MTP, {"norm_eps": 1e-3, "rms_norm_eps": 1e-3, "num_logits_to_keep": 1, "rope_theta": 1e5}),
         (OTHERS["glm"], {"first_k_dense_replace": 1, "attention_dropout": 0.0}),
+        (OTHERS["olmo3"], {"rope_parameters": {**OTHERS["olmo3"]["rope_parameters"], "rope_type": "yarn"}}),
     ],
-    ids=["hy3", "phi-4-mini", "granite-4", "nemotron-3-nano", "glm"],
+    ids=["hy3", "phi-4-mini", "granite-4", "nemotron-3-nano", "glm", "olmo-3"],
 )
 def test_keys_of_published_folders_that_transformers_does_not_read(family: Any, keys: dict[str, Any]) -> None:
     assert config_from_dict({**TINY, **family, **keys}) == config_from_dict({**TINY, **family})

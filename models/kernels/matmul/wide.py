@@ -90,7 +90,7 @@ def _scale_rows(
     scale_ptr, first, outputs,
     K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATE_UP: tl.constexpr,
     TALL_TOKENS: tl.constexpr,
-    SHARED: tl.constexpr,  # all rows of a tile have the same scale: one address takes a third of the registers less
+    SHARED: tl.constexpr,  # all rows of a tile have one scale: its one address saves a third of the registers
 ):  # fmt: skip
     """Addresses of the first scale of a tile's weight rows: [TILE] along its axis of the sums, one where SHARED."""
     if SHARED:

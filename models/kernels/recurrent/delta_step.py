@@ -8,8 +8,9 @@ token of every row, a whole head a program, because the norm is over a head. If 
 holds its state in registers, loaded before the wait. Otherwise the state streams through shared memory, several slices
 ahead of the one that is computed.
 
-The state is read from the pool by slot and written back once, whatever the number of tokens, so a token's bits do not
-depend on how its prompt was cut. Rows of slot 0 are unused: what they write there is not read.
+The state is read from the pool by slot and written back once, whatever the number of tokens, so `_steps_kernel` gives a
+token the same bits however its prompt was cut. `_conv_step_kernel` rounds by the number of rows: it is not
+batch-invariant. Rows of slot 0 are unused: what they write there is not read.
 ``pdl``: see models/kernels/dependent_launch.py.
 """
 
@@ -27,14 +28,12 @@ from models.inputs import StateRows
 from models.kernels.interface import DeltaRule
 from models.kernels.recurrent.conv import kept_token, row_bounds, silu
 
-# Batch-invariant: a row by itself, token by token
 L2_EPS = tl.constexpr(1e-6)
 _KEPT_BY_A_PROGRAM = 4096  # numbers of the state, 16 KiB
-_STREAMED, _STAGES = (
-    2048,
-    4,
-)  # numbers of the state in a slice, and slices on their way; docs/lab/measurements/hybrid.md
-_WHOLE_DIM, _FEW_PROGRAMS = 128, 128  # dims of a state that a program can hold; programs that an H200 holds then
+# Numbers of the state in a slice, and slices on their way; docs/lab/measurements/hybrid.md.
+_STREAMED, _STAGES = 2048, 4
+# Most dims of a state that a program holds whole, and most programs for which it does: an H200 has 132 multiprocessors.
+_WHOLE_DIM, _FEW_PROGRAMS = 128, 128
 
 
 @triton.jit
@@ -95,7 +94,7 @@ def _conv_step_kernel(
     k_before = _before(weight_ptr, window_ptr, slot, position, k_at, of_k, C, TAPS)
     v_before = _before(weight_ptr, window_ptr, slot, position, v_at, all_v < V, C, TAPS)
     there = (inner < V)[:, None] & of_k[None, :]
-    if PARTS == 1:  # of an earlier step, too
+    if PARTS == 1:  # the state is of an earlier step, too
         state = tl.load(held + inner[:, None] * K, mask=there, other=0.0)
     if PDL:
         gdc_wait()
@@ -116,7 +115,7 @@ def _conv_step_kernel(
     outs = tl.zeros((PARTS, SLICE), tl.float32)
     if PARTS == 1:
         state = state * decay
-        read = tl.sum(state * q[None, :], 1)  # beside the other sum, which it does not wait for
+        read = tl.sum(state * q[None, :], 1)  # does not wait for the other sum
         missing = (tl.reshape(values, (SLICE,)) - tl.sum(state * k[None, :], 1)) * beta
         out = (read + missing * tl.sum(q * k, 0)).to(out_ptr.dtype.element_ty).to(tl.float32)
         outs = tl.reshape(out, (PARTS, SLICE))
