@@ -194,12 +194,12 @@ MODELS |= {
         | {"shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "rope_parameters": QUARTER},
     ),
 }
+"""Other names, keys and options; a LongRoPE whose long factors serve every prompt."""
 MODELS["qwen35moe-recurrent"] = (  # experts without attention: of a few layers the fourth would attend
     "Qwen3_5Moe",
     {key: value for key, value in (DELTA | MODELS["qwen35moe"][1]).items() if key != "layer_types"}
     | {"vocab_size": 37, "num_hidden_layers": 2, "linear_num_key_heads": 2},
 )
-"""Other names, keys and options; a LongRoPE whose long factors serve every prompt."""
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROUPED = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
 MODELS |= {

@@ -79,7 +79,8 @@ class SlotFeature(Generic[T]):
     # ---- in a step; graph-safe: fixed shapes, no host read ----
 
     def processor(self, view: RowView, in_place: bool) -> LogitsProcessor | None:
-        """What changes the logits of these samples; None for nothing. ``in_place``: no feature reads them after it."""
+        """What changes the logits of these samples; None: nothing. ``in_place``: it may overwrite the model's logits,
+        which no feature reads afterwards."""
         return None
 
     def most_tokens(self, view: RowView) -> Tensor | None:
