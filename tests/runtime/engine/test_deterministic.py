@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "sparse": EXPERTS, HYBRID: HYB
 @pytest.mark.parametrize(
     ("shape", "conditions"),
     [
-        ("sparse", (CONDITIONS[0], CONDITIONS[4])),
+        ("sparse", (CONDITIONS[0], CONDITIONS[2], CONDITIONS[4])),
         (HYBRID, CONDITIONS[3:4]),
         *(long(shape, CONDITIONS) for shape in SHAPES),
     ],
