@@ -160,7 +160,7 @@ def test_blocks_experts_and_mamba_are_read() -> None:
         ({"hybrid_override_pattern": None}, ["'hybrid_override_pattern' is missing"]),
         ({"hybrid_override_pattern": "ME*"}, ["'num_hidden_layers' is 6", "3 blocks"]),
         ({"hybrid_override_pattern": 7}, ["'hybrid_override_pattern'", "string"]),
-        ({"hybrid_override_pattern": "MEM-EE"}, ["experts but no attention"]),
+        ({"hybrid_override_pattern": "E-E-EE"}, ["experts but neither attention nor Mamba-2"]),
         ({"mamba_num_heads": 5}, ["'mamba_num_heads' 5", "'n_groups' 2"]),
         ({"ssm_state_size": None}, ["'ssm_state_size' is missing"]),
         ({"mlp_hidden_act": "silu"}, ["'mlp_hidden_act' is 'silu'", "'relu2'"]),

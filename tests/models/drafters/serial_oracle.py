@@ -199,7 +199,7 @@ def sigmoid_experts(w: Weights, name: str, y_N: Tensor, config: Mapping[str, Any
     allowed = [e for group in groups[: config["topk_group"]] for e in group]
     chosen = sorted(allowed, key=lambda e: -choice[e])[: config["num_experts_per_tok"]]
     total = scores[chosen].sum()
-    shared_N, identity = relu2_mlp(w, f"{name}shared_experts.", y_N, config), torch.eye(len(y_N))
+    shared_N, identity = relu2_mlp(w, f"{name}shared_experts.", y_N, config), torch.eye(len(y_N), dtype=y_N.dtype)
     read = w.get(f"{name}fc1_latent_proj.weight", identity) @ y_N
     out = torch.zeros_like(read)
     for expert in chosen:

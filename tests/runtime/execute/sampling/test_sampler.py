@@ -53,6 +53,7 @@ def test_tokens_are_those_of_the_float64_reference(vocab: int) -> None:
     assert got.ok_B.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [
