@@ -85,7 +85,7 @@ def test_repeated_tokens_do_not_blow_up(kernels: Nvidia) -> None:
 
 @pytest.mark.parametrize("most", [0, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_a_row_beside_rows_of_nobody(
+def test_one_token_a_row_beside_unused_rows(
     kernels: Nvidia, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``most``: programs that hold a head's state whole; else it streams."""

@@ -97,7 +97,7 @@ def chunks() -> None:
 
 
 def decode_steps() -> None:
-    """One token a row, the convolution in the same launch, beside rows of nobody: states whole, then in four slices."""
+    """One token a row, the convolution in the same launch, beside unused rows: states whole, then in four slices."""
     check_decode(tokens=9)
     with patch.object(delta_step, "_FEW_PROGRAMS", 0), patch.object(delta_step, "_STREAMED", 64):
         check_decode(tokens=3)
