@@ -24,6 +24,7 @@ from models.quantization import Quantization, read_quantization
 
 Specs = tuple[AttentionSpec, ...]
 MOST_LAYERS = 10_000
+INTERLEAVED = ("rope_interleave", "rope_interleaved")
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 # Options of other families that change what a model computes.
 _MLA = "multi-head latent attention (MLA; use a model with grouped queries)"
@@ -39,7 +40,6 @@ _NEUTRAL: Neutral = {
     **dict.fromkeys(("lm_head_multiplier", "output_multiplier"), ((1,), "scaled logits")),
     "key_multiplier": ((1,), "scaled keys"),
     **dict.fromkeys(("rotary_pct", "rotary_percent", "rope_percent"), ((1,), "rotating a part of each head")),
-    **dict.fromkeys(("rope_interleave", "rope_interleaved"), ((False,), "rotating pairs of neighbours")),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ((), "layers without rotation")),
     **dict.fromkeys(
         ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
@@ -69,8 +69,9 @@ class ModelConfig:
 
     ``dtype`` is what the checkpoint was saved in: by the config or, where that is silent, as most of it is stored;
     float32 without a checkpoint. ``max_length`` is the longest sequence (prompt and completion) its
-    positions cover. ``rotary_dim`` leading dims of each head are rotated. ``attention_bias``: of queries, keys and
-    values; ``output_bias``: of the projection after attention; ``qk_norms``: heads of queries and keys are normed.
+    positions cover. ``rotary_dim`` leading dims of each head are rotated; ``rope_interleaved``: in the checkpoint pairs
+    of them are (2i, 2i + 1). ``attention_bias``: of queries, keys and values; ``output_bias``: of the projection after
+    attention; ``qk_norms``: heads of queries and keys are normed.
     ``query_scale``: (beta, original context) of a scale of queries by position; None for none.
     ``experts`` describes the layers that have
     experts, which do not use ``intermediate_size``; None where no layer has. ``delta`` describes the layers that are
@@ -97,6 +98,7 @@ class ModelConfig:
     max_length: int
     rope: Rope
     dtype: torch.dtype
+    rope_interleaved: bool = False
     tied_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
@@ -223,6 +225,7 @@ def model_config(
         "rms_norm_eps": read.number("rms_norm_eps", family.eps),
         "max_length": max_length,
         "rope": rope,
+        "rope_interleaved": any(map(read.flag, INTERLEAVED)),
         "dtype": _dtype(config),
         "tied_embeddings": read.flag("tie_word_embeddings", family.tied),
         "attention_bias": read.flag("attention_bias"),

@@ -18,8 +18,8 @@ _READ: Final = """architectures attention_bias bos_token_id compression_config d
     eos_token_id head_dim hidden_act hidden_size intermediate_size is_causal layer_types max_position_embeddings
     max_window_layers mlp_bias mtp_num_hidden_layers mtp_use_dedicated_embeddings num_attention_heads
     num_hidden_layers num_key_value_heads num_nextn_predict_layers original_max_position_embeddings
-    partial_rotary_factor quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta rotary_dim
-    sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size"""
+    partial_rotary_factor quantization_config rms_norm_eps rope_interleave rope_interleaved rope_parameters rope_scaling
+    rope_theta rotary_dim sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size"""
 # Training, dropout, tokens and texts, sampling defaults that transformers 4 kept here, how kernels are called, derived
 # sizes of Mamba-2, and the vision part of models whose text part opens.
 _IDLE: Final = """attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map

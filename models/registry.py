@@ -21,8 +21,10 @@ from models.config import (
     read_json_object,
     token_ids,
 )
+from models.families.ernie4_5 import Ernie45
 from models.families.gemma3 import Gemma3
 from models.families.gemma4 import Gemma4
+from models.families.glm4 import Glm, Glm4
 from models.families.glm4_moe import Glm4Moe
 from models.families.gpt_oss import GptOss
 from models.families.granite import Granite, GraniteHybrid, GraniteMoe
@@ -71,6 +73,10 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "SmolLM3ForCausalLM": SmolLM3,
     "Olmo2ForCausalLM": Olmo2,
     "Olmo3ForCausalLM": Olmo3,
+    "Ernie4_5ForCausalLM": Ernie45,
+    "Ernie4_5_ForCausalLM": Ernie45,
+    "GlmForCausalLM": Glm,
+    "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,
     "HYV3ForCausalLM": HYV3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,

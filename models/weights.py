@@ -170,6 +170,7 @@ def fill(
         )
         place_all_scales(plan.made, shards, codes)
         fill_dummy_codes(plan.made, shards, four_bits, seed)
+        _put_in_order(_row_orders(model))
         return model
     if folder is None:
         raise ValueError("load format 'safetensors' needs a model folder; without one use 'dummy'")
@@ -187,12 +188,13 @@ def fill(
     if at_load is not None:
         codes, _ = _by_bits(codes_by_config(sketch.made, shards, at_load))
     model, plan = _allocate(make, device, sketch.edge, planned(sketch.made, shards, {**codes, **four_bits}))
-    shards = model.checkpoint_shards(tensors)
+    orders, shards = _row_orders(model), model.checkpoint_shards(tensors)
     packed = four_bit_tensors(plan.made, shards, four_bits)
     loaded = {**{name: shard for name, shard in shards.items() if name not in four_bits}, **packed}
     _stream({**tensors, **{name: located[name] for name in packed}}, loaded, model, progress, codes if at_load else {})
     held = {name: code for name, code in codes.items() if name in shards}
     place_all_scales(plan.made, shards, held)
+    _put_in_order(orders)
     place_kv_scales(model, scales)
     refuse_nan_codes(shards, {name: tensors[name] for name in held})
     return model
@@ -209,6 +211,16 @@ def without_memory(make: Callable[[WeightPlan], Parts], quantization: Quantizati
     return _allocate(
         make, "meta", sketch.edge, planned(sketch.made, shards, codes_by_config(sketch.made, shards, quantization))
     )[0]
+
+
+def _row_orders(model: CheckpointParts) -> list[tuple[Tensor, Tensor]]:
+    """(tensor, order of its rows) of what the checkpoint has in another one. Raises ValueError."""
+    return [one for layer in model.modules() if isinstance(layer, Attention) for one in layer.row_orders()]
+
+
+def _put_in_order(rows: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, order in rows:
+        tensor.copy_(tensor[order.to(tensor.device)])
 
 
 def _edge(quantization: Quantization | None) -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from models.config import MOST_LAYERS, FamilyConfig, ModelConfig, Specs, architecture_of
+from models.config import INTERLEAVED, MOST_LAYERS, FamilyConfig, ModelConfig, Specs, architecture_of
 from models.config_reader import ConfigReader, text_part
 from models.families.gemma3 import NAMES, Gemma3, spellings
 from models.layers.context import ModelContext
@@ -192,6 +192,7 @@ class Gemma4(Gemma3):
             "hidden_activation": (("gelu_pytorch_tanh",), "another activation"),
             "hidden_size_per_layer_input": ((0,), f"embeddings of each layer, {_OTHERS}"),
             "num_kv_shared_layers": ((0,), f"layers that read the KV cache of another one, {_OTHERS}"),
+            **dict.fromkeys(INTERLEAVED, ((False,), "another order of keys, which are values too")),
             "use_bidirectional_attention": (("vision",), "attention to later tokens"),
         },
         usual=_usual,

@@ -19,7 +19,7 @@ from models.layers.rope import given_parameters
 from models.layers.routed_experts import EXPERT_KEYS, RoutedExperts, sigmoid_experts
 
 
-def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def half_rotated(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("partial_rotary_factor") or given_parameters(config).get("partial_rotary_factor"):
         return config
     return {**config, "partial_rotary_factor": 0.5}
@@ -43,7 +43,7 @@ class Glm4Moe(Llama):
         kv_heads=8,
         reads=f"{EXPERT_KEYS} first_k_dense_replace n_routed_experts partial_rotary_factor use_qk_norm",
         neutral={"scoring_func": (("sigmoid",), "another router"), "topk_method": (("noaux_tc",), "another router")},
-        usual=_usual,
+        usual=half_rotated,
         experts=_experts,
         more=_more,
     )

@@ -7,6 +7,7 @@ Shape letters as in models/inputs.py; X is the packed width (H + 2K) * D.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from models.kv_group import Planes, keys_and_values
 from models.layers.context import ModelContext
 from models.layers.mixer import Mixer
 from models.layers.norm import ResidualAdd, RMSNorm
+from models.layers.qkv_edit import NormsOverHeads
 from parallel.comm.collectives import PendingAllReduce
 from parallel.comm.quantised import Quantised
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
@@ -68,6 +70,7 @@ class Attention(Mixer[Tensor]):
         self.k_norm = k_norm
         self.edit = edit
         self.value_norm, self.values_are_keys = spec.value_norm, spec.values_are_keys
+        self.interleaved = config.rope_interleaved
         self.output = RowParallel(
             config.heads * dim, hidden, context, bias=output_bias, what="attention outputs (heads * head_dim)"
         )
@@ -87,6 +90,28 @@ class Attention(Mixer[Tensor]):
     @property
     def cache(self) -> Planes:
         return keys_and_values(self.kv_heads, self.head_dim, self.kv_dtype, self.window)
+
+    def row_orders(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tensor, order of its rows on the CPU) of all that has rows for channels of queries and keys, where the
+        checkpoint rotates pairs (2i, 2i + 1): they become (i, i + R / 2), which changes no score. Raises ValueError."""
+        if not self.interleaved:
+            return
+        order_D = torch.arange(self.head_dim, device="cpu")
+        order_D[: self.rotary_dim] = order_D[: self.rotary_dim].view(-1, 2).mT.flatten()
+        first = 0
+        for heads, norm, plane in ((self.heads, self.q_norm, "q_norm"), (self.kv_heads, self.k_norm, "k_norm")):
+            order_O = (torch.arange(heads, device="cpu")[:, None] * self.head_dim + order_D).flatten()
+            try:
+                found = list(self.qkv.weight.rows(first, len(order_O)).moved_by(order_O))
+            except ValueError as error:
+                what = f"{self.rotary_dim} of {self.head_dim} channels of a head are rotated in pairs of neighbours"
+                raise ValueError(f"{what}, which lie in several blocks: {error}") from error
+            yield from ((tensor, order_O) for tensor in found)
+            if norm is not None:
+                yield norm.weight, order_D
+            if isinstance(self.edit, NormsOverHeads):
+                yield getattr(self.edit, plane), order_O
+            first += len(order_O)
 
     def hold_scales(self, keys_K: Tensor, values_K: Tensor) -> None:
         """Scales of a float8 cache, float32 of this rank's heads. Where all are 1 nothing is multiplied by them."""

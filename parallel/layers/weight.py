@@ -221,6 +221,15 @@ class Weight:
                 yield part.rows(start, stop - start)
             begin += part.outputs
 
+    def moved_by(self, order_O: Tensor) -> Iterator[Tensor]:
+        """The tensors with rows to move where output n becomes what output order_O[n] was. Raises ValueError where an
+        output would leave the block of rows whose scale it shares."""
+        rows = self.format.block[0] if self.format.block else 1
+        if bool((order_O // rows != torch.arange(len(order_O), device="cpu") // rows).any()) and rows > 1:
+            raise ValueError(f"blocks of {rows} rows share a scale; use a checkpoint with a scale for each row")
+        shared = (self.scale, self.zero) if rows == 1 else ()
+        yield from (tensor for tensor in (self.data, self.bias, self.factor, *shared) if tensor is not None)
+
     @property
     def unbiased(self) -> Weight:
         cells = None if self.format.code is None else self.cells

@@ -262,6 +262,16 @@ MODELS |= {
         | {"attention_out_bias": True, "rope_parameters": DEFAULT},
     ),
 }
+"""Rotated in pairs of neighbours; half of a head, and norms on both sides of a layer."""
+NARROW = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 28, "head_dim": 12, "pad_token_id": 0}
+MODELS |= {
+    "ernie45": (
+        "Ernie4_5",
+        NARROW | {"num_key_value_heads": 1, "head_dim": 10, "use_bias": True, "rope_parameters": DEFAULT},
+    ),
+    "glm": ("Glm", NARROW | {"num_key_value_heads": 4, "attention_bias": False, "rope_parameters": HALF}),
+    "glm4": ("Glm4", NARROW | {"num_key_value_heads": 2, "rope_parameters": HALF}),
+}
 """Layers without rotation, with and without windows; norms behind layers alone and over all heads, two rotations."""
 MODELS |= {
     "smollm3": (
