@@ -14,10 +14,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Self
+from time import perf_counter_ns, sleep
+from typing import Any, Self
 
 from parallel.control.interface import ControlPlane
 from runtime.config import EngineConfig
@@ -32,11 +33,13 @@ from runtime.groups.step_sync import DpStepSync
 from runtime.observe.observer import InFlight, StepObserver
 from runtime.plan_late import PlanLate, PlanLateCounters
 from runtime.replicate.event_codec import decode_events, encode_events
+from runtime.replicate.held_arrivals import LEAST_HELD, HeldArrivals, reports
 from runtime.replicate.pending_events import open_pending_events
 from runtime.schedule.plan import (
     Admit,
     Branch,
     Cancel,
+    Compile,
     Continue,
     Event,
     Extend,
@@ -56,6 +59,7 @@ log = logging.getLogger(__name__)
 
 # The phases of a turn at whose beginning the watchdog is given a new place; in "exchange" and "land" a rank waits.
 _PLACES = {"agree": "exchange", "plan": "plan", "wait": "land"}
+_VOID_TURN_SECONDS = 0.5e-3  # of the leader's, while ranks compile and nothing runs
 
 
 def _nothing() -> None: ...
@@ -125,6 +129,11 @@ class Engine:
         self._in_flight: dict[int, InFlight] = {}  # by step, oldest first
         self.observe.in_flight = self._in_flight
         self._outbox = open_pending_events(config)
+        self._held = HeldArrivals(
+            self._outbox.put, control.world, max(LEAST_HELD, config.data_parallel * config.max_num_seqs)
+        )
+        self._compiling: dict[int, Future[Any]] = {}  # grammars, by number
+        self._texts: dict[int, str] = {}  # of those that were compiled
         self._announced: deque[list[Event]] = deque()  # the leader's records that are not agreed yet, oldest first
         self._watchdog = watchdog
         self._at_end = at_end or _nothing
@@ -157,6 +166,9 @@ class Engine:
         oldest = next(iter(self._in_flight.values()))
         landing = len(self._in_flight) > scheduler.config.limits.depth
         output = self._land(oldest) if landing else StepOutput(turn + 1)
+        if self._held.ended:
+            ended += tuple(self._held.ended)
+            self._held.ended.clear()
         if ended or scheduler.news:
             notices, closed = scheduler.take_notices()
             output = output._replace(finished=ended + output.finished + closed, notices=notices)
@@ -166,6 +178,8 @@ class Engine:
             self._late.took(flight.began_at / 1e9, flight.launched_at / 1e9, shape, landed_at)
         if self._router is not None:
             output = self._router.gather(turn, output, landing and oldest.launch is not None)
+        if output.finished:
+            self._held.over(output.finished)
         return output
 
     def _submit_agreed_events(self, turn: int) -> tuple[Finished, ...]:
@@ -173,6 +187,8 @@ class Engine:
         payload = b""
         if self._tables_due:
             self._announce_tables()
+        if self._compiling or self._held.reports_due:
+            self._report_grammars()
         if self._outbox.count:
             self._announced.append(self._outbox.portion())
             payload = encode_events(self._announced[-1])
@@ -186,11 +202,28 @@ class Engine:
         if (grammars := self.executor.grammars) is not None:
             for event in events:
                 if isinstance(event, Admit) and event.request.sampling.grammar:
-                    grammars.begin(event.request.sampling.grammar)
                     self._tables_due += grammars.maker is not None and grammars.maker.want(event.request)
                 elif isinstance(event, Tabled):
                     grammars.hold(event.key, event.table, self.scheduler.ledger.tables.places)
+                elif isinstance(event, Compile):
+                    for number in event.dropped:
+                        grammars.drop(self._texts.pop(number))
+                    self._texts[event.number] = event.grammar
+                    self._compiling[event.number] = grammars.begin(event.grammar)
         return ended
+
+    def _report_grammars(self) -> None:
+        """Report which grammars this rank has compiled; the leader reads all reports, and admits who waits for them."""
+        own = reports(self._compiling)
+        if not self.is_leader:
+            for report in own:
+                self.control.send_message(report)
+            return
+        others = self.control.take_messages() if self._router is None else self._router.take_reports()
+        for rank, report in [(0, report) for report in own] + others:
+            self._held.reported(rank, report)
+        if len(self._held) and not self._busy:
+            sleep(_VOID_TURN_SECONDS)
 
     def _announce_tables(self) -> None:
         """Queue grammar tables made since the last turn as events (leader)."""
@@ -315,6 +348,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a turn can change anything (leader)."""
+        return bool(self._busy or len(self._held) or self._held.ended)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is work besides requests that wait for their grammars."""
         scheduler = self.scheduler
         running = scheduler.unfinished - scheduler.parked
         if self._outbox.count or self.control.pending or running or self._chain.real:
@@ -329,7 +367,11 @@ class Engine:
         Raises RequestError at once if it cannot be served as it stands (validation.py). What the scheduler refuses (a
         full queue, a pool too small) comes back as Finished(REJECTED) with the reason.
         """
-        self._outbox.put(Admit(checked_request(request, self.model_config)))
+        arrival = Admit(checked_request(request, self.model_config))
+        if request.sampling.grammar and self.executor.grammars is not None:
+            self._held.add(arrival)
+        else:
+            self._outbox.put(arrival)
 
     def start(self, request: Request, quantum: int, *, keep: bool = False) -> None:
         """Announce a session: it generates ``quantum`` tokens, then waits for ``proceed`` or ``extend``.
@@ -370,17 +412,21 @@ class Engine:
         Raises RequestError for a bad id, as ``pause`` and ``resume`` do.
         """
         check_request_ids(request_id)
-        self._outbox.put(Cancel(request_id, reason))
+        self._about(Cancel(request_id, reason))
 
     def pause(self, request_id: int) -> None:
         """Leave a request out of the plans for now; it keeps its blocks unless memory is short."""
         check_request_ids(request_id)
-        self._outbox.put(Pause(request_id))
+        self._about(Pause(request_id))
 
     def resume(self, request_id: int) -> None:
         """Undo ``pause``."""
         check_request_ids(request_id)
-        self._outbox.put(Resume(request_id))
+        self._about(Resume(request_id))
+
+    def _about(self, event: Cancel | Pause | Resume) -> None:
+        if not self._held.about(event):
+            self._outbox.put(event)
 
     def reset_prefix_cache(self) -> None:
         """Later requests find no KV and no recurrent state that was computed before."""
@@ -395,7 +441,7 @@ class Engine:
     def occupancy(self) -> Occupancy:
         """How full this rank's group is after the latest turn. Blocks that only cached prefixes hold are not in use."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        waiting, idle = scheduler.waiting, scheduler.waiting + scheduler.parked
+        waiting, idle = scheduler.waiting + len(self._held), scheduler.waiting + scheduler.parked
         return Occupancy(scheduler.unfinished - idle, waiting, pool.count - pool.free_count, pool.count)
 
     def silent_ranks(self, seconds: float) -> tuple[int, ...]:
@@ -413,4 +459,5 @@ class Engine:
     @property
     def counters(self) -> Mapping[str, int | float]:
         """Everything counted so far, by name; a labelled counter is ``name{label}``."""
-        return engine_counters(self.scheduler, self.executor, self._router, self._late_counters)
+        counted = engine_counters(self.scheduler, self.executor, self._router, self._late_counters)
+        return counted | {"grammar_wait_seconds": self._held.waited}

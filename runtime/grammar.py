@@ -31,8 +31,7 @@ from runtime.grammar_tables.token_table import TokenTable
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.tables import PLACES
 
-MOST_COMPILED: Final = 16  # grammars that are kept, the latest ones: of one that takes much work 90 MB
-MOST_CHECKED: Final = 64  # the same where only the verdict is kept
+MOST_CHECKED: Final = 64  # grammars whose verdict a front end keeps, the latest ones
 MASK_THREADS: Final = 8  # at most, that compute masks of several rows
 REPLICAS: Final = 4  # of a compiled grammar: copies of one matcher wait for each other
 WORD_BITS: Final = 32
@@ -57,12 +56,11 @@ class GrammarError(ValueError):
 @dataclass
 class GrammarCounters:
     """``grammar_compiles``: grammars that this rank compiled, tokenizer's tables included, in
-    ``grammar_compile_seconds`` of a thread of their own. ``grammar_wait_seconds``: what steps waited for that.
+    ``grammar_compile_seconds`` of a thread of their own.
     ``grammar_masks``: masks that matchers computed for rows, in ``grammar_mask_seconds``."""
 
     grammar_compiles: int = 0
     grammar_compile_seconds: float = 0.0
-    grammar_wait_seconds: float = 0.0
     grammar_masks: int = 0
     grammar_mask_seconds: float = 0.0
 
@@ -140,9 +138,14 @@ class Grammars:
         with self._lock:
             future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
             self._compiled[grammar] = future
-            if len(self._compiled) > (MOST_COMPILED if self._keeps else MOST_CHECKED):
+            if len(self._compiled) > MOST_CHECKED and not self._keeps:
                 self._compiled.popitem(last=False)
         return future
+
+    def drop(self, grammar: str) -> None:
+        """Its requests have all ended."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
 
     def warm(self) -> None:
         """Begin to build what all grammars share; without llguidance nothing happens."""
@@ -183,14 +186,13 @@ class Grammars:
         return found.matchers[found.copies % len(found.matchers)].deep_copy()
 
     def matcher(self, sampling: SamplingParams, stop_token_ids: Iterable[int], answer: Sequence[int]) -> Matcher:
-        """For a request that has generated ``answer``. Waits until its grammar is compiled."""
-        began = perf_counter()
-        try:
-            compiled = self._copy(self.begin(sampling.grammar).result())
-        except GrammarError as error:
-            log.error("a request ends, since this rank cannot use its grammar: %s", error)
+        """For a request that has generated ``answer``, whose grammar is compiled."""
+        future = self._compiled.get(sampling.grammar)
+        if future is None or not future.done() or future.exception() is not None:
+            log.error("a request ends, since this rank holds no matcher of its grammar")
             compiled = None
-        self.counters.grammar_wait_seconds += perf_counter() - began
+        else:
+            compiled = self._copy(future.result())
         matcher = Matcher(compiled, self, sampling, stop_token_ids)
         matcher.accept(answer)
         return matcher

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from runtime.execute.result_reader import StepLogprobs
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.groups.output_codec import decode_output, encode_output
+from runtime.replicate.held_arrivals import REPORT
 from runtime.schedule.plan import Admit, Event, StepOutput
 
 
@@ -121,6 +122,7 @@ class RequestRouter:
         self._held_launched = False
         self._came: dict[int, list[tuple[int, StepOutput]]] = {}  # by turn: group, output
         self._ready: deque[StepOutput] = deque()  # not empty only after something came late
+        self._reports: list[tuple[int, bytes]] = []
 
     def mine(self, events: Iterable[Event]) -> list[Event]:
         """Of agreed ``events`` those that this group's scheduler is to see.
@@ -149,6 +151,11 @@ class RequestRouter:
                 self._channel.send_message(payload)
         return output
 
+    def take_reports(self) -> list[tuple[int, bytes]]:
+        """Messages about grammars (runtime/replicate/held_arrivals.py) since the last call: (rank, payload)."""
+        found, self._reports = self._reports, []
+        return found
+
     @property
     def outstanding(self) -> bool:
         """Whether rank 0 has something to put out yet, or expects it (rank 0 only)."""
@@ -156,6 +163,9 @@ class RequestRouter:
 
     def _all_of_the_turn_before(self, turn: int, output: StepOutput, launched: bool) -> StepOutput:
         for rank, payload in self._channel.take_messages():
+            if payload.startswith(REPORT):
+                self._reports.append((rank, payload))
+                continue
             told_in, told = decode_output(payload)
             self._elsewhere.difference_update(one.request_id for one in told.finished)
             if told_in < turn - 1:

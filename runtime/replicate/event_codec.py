@@ -26,6 +26,7 @@ from runtime.schedule.plan import (
     Admit,
     Branch,
     Cancel,
+    Compile,
     Continue,
     Event,
     Extend,
@@ -141,6 +142,12 @@ class _Tabled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     table: bytes
 
 
+class _Compile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
+    number: _Id
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
+    dropped: tuple[_Id, ...]
+
+
 # Events whose fields travel as they are.
 _MIRRORS: dict[type[Event], type[_Wire]] = {
     Cancel: _Cancel,
@@ -150,9 +157,10 @@ _MIRRORS: dict[type[Event], type[_Wire]] = {
     Branch: _Branch,
     ResetPrefixCache: _ResetPrefixCache,
     Tabled: _Tabled,
+    Compile: _Compile,
 }
 _MIRRORED = {wire: event for event, wire in _MIRRORS.items()}
-_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache | _Tabled
+_Wire = _Admit | _Cancel | _Pause | _Resume | _Continue | _Extend | _Branch | _ResetPrefixCache | _Tabled | _Compile
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[_Wire])
@@ -183,6 +191,8 @@ def most_bytes(event: Event) -> int:
     """An upper bound of the bytes that ``event`` takes in ``encode_events``, from the lengths of its lists."""
     if isinstance(event, Tabled):
         return _BARE_BYTES + len(event.table)
+    if isinstance(event, Compile):
+        return _BARE_BYTES + 4 * len(event.grammar)
     if isinstance(event, Extend):
         return _BARE_BYTES + _TOKEN_BYTES * len(event.token_ids)
     if not isinstance(event, Admit):

@@ -14,7 +14,7 @@ from collections import deque
 
 from runtime.config import EngineConfig
 from runtime.replicate.event_codec import most_bytes
-from runtime.schedule.plan import Admit, Branch, Event, ResetPrefixCache, Tabled
+from runtime.schedule.plan import Admit, Branch, Compile, Event, ResetPrefixCache, Tabled
 
 LEAST_PROMPT_TOKENS = 8192  # reading so much takes well under a millisecond: smaller portions would save nothing
 LEAST_REQUESTS = 256
@@ -42,7 +42,7 @@ class PendingEvents:
         if isinstance(event, Admit):
             self._arriving.update(event.request.answer_ids)
             self._later.append(event)
-        elif isinstance(event, ResetPrefixCache | Tabled):
+        elif isinstance(event, ResetPrefixCache | Tabled | Compile):
             self._now.append(event)
         elif (event.parent if isinstance(event, Branch) else event.request_id) in self._arriving:
             if isinstance(event, Branch):

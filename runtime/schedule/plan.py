@@ -108,7 +108,18 @@ class Tabled:
     table: bytes
 
 
-Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch | ResetPrefixCache | Tabled
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """All ranks compile ``grammar`` and report that they hold it; requests with it are admitted only then.
+
+    ``number``: of this grammar, never used before. ``dropped``: numbers of grammars that no request uses any more."""
+
+    number: int
+    grammar: str
+    dropped: tuple[int, ...] = ()
+
+
+Event = Admit | Cancel | Pause | Resume | Continue | Extend | Branch | ResetPrefixCache | Tabled | Compile
 
 # ---- the plan of one step ----
 

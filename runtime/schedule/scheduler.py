@@ -18,6 +18,7 @@ from runtime.schedule.plan import (
     Admit,
     Branch,
     Cancel,
+    Compile,
     Continue,
     Event,
     Extend,
@@ -98,6 +99,9 @@ class Scheduler:
         if isinstance(event, Tabled):
             self.digest.fold(self.step, "table", (crc32(event.key), crc32(event.table)))
             self.ledger.tables.add(event.key)
+            return ()
+        if isinstance(event, Compile):
+            self.digest.fold(self.step, "grammar", (event.number, crc32(event.grammar.encode()), *event.dropped))
             return ()
         sequence = self.ledger.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))

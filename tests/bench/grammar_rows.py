@@ -159,13 +159,13 @@ def main() -> None:
             load.run(f"{HARD} tables near their limits", together(rows), [hard[row % HARD] for row in range(rows)])
         began = perf_counter()
         client.submit(PromptRequest([5], SamplingParams(max_tokens=1, grammar=structured(json=schema(20)))))
-        compiled = perf_counter()  # the client waits for its own compiler, then the engine's thread for the rank's
+        compiled = perf_counter()  # the client waits for its own compiler, then the request for the ranks'
         while client.live:
             client.turn()
         answered, waited = perf_counter(), engine.counters["grammar_wait_seconds"]
         print(
             f"20 properties: {1e3 * (compiled - began):.1f} ms to compile, first token after "
-            f"{1e3 * (answered - began):.1f} ms, all waits of steps until now {1e3 * waited:.1f} ms",
+            f"{1e3 * (answered - began):.1f} ms, all waits of requests until now {1e3 * waited:.1f} ms",
             flush=True,
         )
         print(f"their table was there within {load.until_tabled([structured(json=schema(20))]):.2f} s")

@@ -418,6 +418,7 @@ def test_a_batch_of_gpt_oss_thinks_first() -> None:
     grammars = Grammars(tokenizer.to_json, 400, (added["<|return|>"],))
     grammar = after_reasoning("start: %json {}\n", marks, "hi<|start|>assistant", added)
     said = '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
+    grammars.check(grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
     matcher.accept(ids := tokenizer.encode(said))
     assert matcher.usable

@@ -20,6 +20,7 @@ from parallel.comm.symmetric_exchange import TokenExchange
 from parallel.control.interface import SingleRankControl
 from parallel.layers.experts import ExpertSplit
 from runtime.engine import Engine
+from runtime.grammar import Grammars
 from runtime.groups.load_balancer import LoadBalancer
 from runtime.replicate.event_codec import encode_events
 from runtime.schedule.plan import Event
@@ -121,11 +122,17 @@ class OwnEvents(MetControl):
 
 @contextmanager
 def dealt_rig(
-    *, groups: int = 2, horizon: int = 0, all_back: bool = True, **limits: Unpack[RigLimits]
+    *,
+    groups: int = 2,
+    horizon: int = 0,
+    all_back: bool = True,
+    grammars_of: Callable[[int], Grammars] | None = None,
+    **limits: Unpack[RigLimits],
 ) -> Iterator[Engine]:
     """Rank 0's engine of several groups that deal requests out among them; the others follow, each in a thread.
 
-    ``limits`` are the rig's, the same for all. ``all_back``: in the end no group holds anything any more.
+    ``limits`` are the rig's, the same for all; ``grammars_of``: of each. ``all_back``: in the end no group holds
+    anything any more.
     """
     rows: list[list[int]] = []
 
@@ -137,7 +144,7 @@ def dealt_rig(
         assignment = LoadBalancer(index, groups)
         return {"control": control, "groups": control, "experts": experts, "assignment": assignment}
 
-    with _together(groups, one, limits, all_back) as engine:
+    with _together(groups, one, limits, all_back, grammars_of) as engine:
         yield engine
     assert all(each == rows[0] for each in rows), "the same exchanges on every group"
 
@@ -166,15 +173,17 @@ def _together(
     place_of: Callable[[int, tuple[Meeting, Meeting], deque[tuple[int, bytes]]], RigPlace],
     limits: RigLimits,
     all_back: bool = True,
+    grammars_of: Callable[[int], Grammars] | None = None,
 ) -> Iterator[Engine]:
     meetings = (Meeting(groups), Meeting(groups))  # of devices, and of hosts
     mailbox: deque[tuple[int, bytes]] = deque()
 
-    def exact() -> RigLimits:
-        return {"kernels": exact_kernels(tables=True), "dtype": torch.float64, **limits}
+    def exact(index: int) -> RigLimits:
+        own: RigLimits = {} if grammars_of is None else {"grammars": grammars_of(index)}
+        return {"kernels": exact_kernels(tables=True), "dtype": torch.float64, **limits, **own}
 
     def follow(index: int) -> None:
-        unobserved: RigLimits = {**exact(), "observe": None}
+        unobserved: RigLimits = {**exact(index), "observe": None}
         place = place_of(index, meetings, mailbox)
         try:
             with rig(**unobserved, **place) as engine:
@@ -192,7 +201,7 @@ def _together(
     with ThreadPoolExecutor(groups) as threads:
         others: list[Future[None]] = [threads.submit(follow, index) for index in range(1, groups)]
         try:
-            with rig(**exact(), **place_of(0, meetings, mailbox)) as engine:
+            with rig(**exact(0), **place_of(0, meetings, mailbox)) as engine:
                 yield engine
         except BaseException:
             abort()

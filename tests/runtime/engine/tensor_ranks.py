@@ -7,6 +7,7 @@ what is left of the order of a sum is gone by the time logits are rounded to flo
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class Meeting:
         self.ranks = ranks
         self.barrier = threading.Barrier(ranks, timeout=PATIENCE_S)
         self._left: list[Any] = [None] * ranks
+        self.mailbox = deque[tuple[int, bytes]]()  # to rank 0
 
     def everyones(self, rank: int, mine: Any) -> list[Any]:
         self._left[rank] = mine
@@ -140,6 +142,12 @@ class MetControl(SingleRankControl):
         self.rank, self.world = rank, meeting.ranks
         self._meeting = meeting
 
+    def send_message(self, payload: bytes) -> None:
+        self._meeting.mailbox.append((self.rank, payload))
+
+    def take_messages(self) -> list[tuple[int, bytes]]:
+        return [self._meeting.mailbox.popleft() for _ in range(len(self._meeting.mailbox))]
+
     def exchange(self, step: int, digest: int, payload: bytes = b"") -> bytes:
         everyones = self._meeting.everyones(self.rank, (step, digest, payload, self._stop))
         assert len({mine[:2] for mine in everyones}) == 1, f"step {step}: the ranks decided differently"
@@ -155,24 +163,25 @@ def tensor_rig(
     jitter_s: float = 0.0,
     prepare: Callable[[Engine], None] | None = None,
     collectives: type[MetCollectives] = MetCollectives,
+    of_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
     **limits: Any,
 ) -> Iterator[Engine]:
     """Rank 0's engine of ``ranks``; the others follow, each in a thread, and end with everything given back.
 
-    ``limits`` are the rig's, the same for all; ``prepare`` is called with every engine before its first turn. Where a
-    rank fails, the others fail for want of it: its own error is the one that is raised.
+    ``limits`` are the rig's, the same for all, ``of_rank`` those of one; ``prepare`` is called with every engine before
+    its first turn. Where a rank fails, the others fail for want of it: its own error is the one that is raised.
     """
     devices, hosts = Meeting(ranks), Meeting(ranks)
 
     @contextmanager
     def one(rank: int) -> Iterator[Engine]:
-        mine: dict[str, Any] = {"device": TwinDevice(jitter_s=jitter_s, seed=rank)}
+        mine: dict[str, Any] = {"device": TwinDevice(jitter_s=jitter_s, seed=rank), **of_rank(rank)}
         if ranks > 1:
             mine["collectives"] = collectives(devices, rank)
         try:
+            if ranks > 1:
+                mine["control"] = MetControl(hosts, rank, horizon)
             with rig(horizon=horizon, **(limits | mine)) as engine:
-                if ranks > 1:
-                    engine.control = MetControl(hosts, rank, horizon)
                 if prepare is not None:
                     prepare(engine)
                 yield engine

@@ -136,6 +136,7 @@ def test_masks_are_those_of_a_matcher_that_reads_the_answer_alone(
                     text = small_tokenizers.byte_level().decode(ended.token_ids)
                     jsonschema.validate(json.loads(text), schemas[one.request_id])
                 for first, masks in watched.masks[one.sampling.seed]:
+                    alone.check(one.sampling.grammar)
                     matcher = alone.matcher(one.sampling, (EOS,), ended.token_ids[:first])
                     for at, mask_W in enumerate(masks[: len(ended.token_ids) - first], first):
                         expected_W = np.zeros_like(mask_W)

@@ -155,6 +155,7 @@ NEVER_WRITTEN = [
 
 def is_text(grammar: str, text: str | list[int], grammars: Grammars = GRAMMARS) -> bool:
     """Whether every token of ``text`` is allowed, and then its end."""
+    grammars.check(grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (EOS,), ())
     allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
     for token in (*(TOKENIZER.encode(text) if isinstance(text, str) else text), EOS):
@@ -211,7 +212,7 @@ def test_no_keyword_of_the_draft_is_forgotten() -> None:
 def test_what_chance_writes_is_valid(name: str) -> None:
     """Any allowed token is as likely as any other, but an end is taken where there is one, mostly."""
     schema, draw, ended = CASES[name][0], random.Random(name), 0
-    grammar = structured(json=schema)
+    GRAMMARS.check(grammar := structured(json=schema))
     for _ in range(6):
         matcher = GRAMMARS.matcher(SamplingParams(grammar=grammar), (EOS,), ())
         allowed_W, answer = np.zeros(-(-VOCABULARY // 32), np.int32), list[int]()

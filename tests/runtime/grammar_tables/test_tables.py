@@ -141,6 +141,7 @@ def test_masks_are_those_of_a_matcher_along_answers(small: tuple[Grammars, Vocab
         assert (table is None) <= (grammar not in RULES)
         if table is None:
             continue
+        grammars.check(grammar)
         for _ in range(3):
             matcher, state, answer = grammars.matcher(sampling, stops, ()), START, list[int]()
             while state != END and len(answer) < 30:

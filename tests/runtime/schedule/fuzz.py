@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.schedule.budget import NO_BOUND
 from runtime.schedule.config import MixedSteps, SchedulerConfig, SnapshotPolicy
-from runtime.schedule.plan import Admit, Cancel, Event, Finished, Pause, ResetPrefixCache, Resume, Tabled
+from runtime.schedule.plan import Admit, Cancel, Compile, Event, Finished, Pause, ResetPrefixCache, Resume, Tabled
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.scheduler import Scheduler
 from runtime.schedule.slots import AccountingError
@@ -248,7 +248,7 @@ def _with_answers(
                 for answer_id in request.answer_ids[draw.randrange(2) :] if draw.random() < 0.25 else ():
                     cancel = Cancel(answer_id)
                     changed.setdefault(at + draw.randrange(12), []).append(cancel)
-            elif not isinstance(event, ResetPrefixCache | Tabled):
+            elif not isinstance(event, ResetPrefixCache | Tabled | Compile):
                 changed.setdefault(at, []).append(replace(event, request_id=chosen[event.request_id]))
     broken = {chosen[request_id]: tokens for request_id, tokens in breaks_at.items()}
     return changed, broken, {chosen[request_id]: position for request_id, position in poisons.items()}

@@ -60,6 +60,7 @@ GRAMMARS = Grammars(BYTES.to_json, VOCABULARY, (EOS,))
 def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -> list[str]:
     """Texts that chance writes, which ends texts and values where it can, mostly; free ones with ``end``."""
     draw, found = random.Random(seed), list[str]()
+    GRAMMARS.check(grammar)
     for _ in range(count):
         matcher, answer = GRAMMARS.matcher(SamplingParams(grammar=grammar), (EOS,), ()), list[int]()
         allowed_W = np.zeros(-(-VOCABULARY // 32), np.int32)
@@ -80,6 +81,7 @@ def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -
 
 
 def is_text(grammar: str, text: str, tokenizer: Tokenizer = BYTES, grammars: Grammars = GRAMMARS) -> bool:
+    grammars.check(grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
     allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
     for token in (*tokenizer.encode(text), *grammars.eos_token_ids):
