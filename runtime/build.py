@@ -170,7 +170,7 @@ def _load(
     traits = getattr(kernels, "traits", None)
     of_cache = kv_dtype(config, dtype, traits)
     check_windows(limits, model_config, collectives.size, kernels, of_cache)
-    check_fp8(model_config, traits)
+    check_fp8(config, traits)
     model = load_model(
         model_config,
         config.model,

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from models.config import ModelConfig
-from models.kernels.traits import DeviceTraits
+from models.kernels.traits import FLOAT8_CAPABILITY, DeviceTraits
 from models.kv_group import FP8, keys_and_values
 from models.layers.decoder import Decoder, DecoderLayer
 from models.ops.contract import Ops
@@ -50,9 +50,6 @@ def missing_operations(kernels: Ops, *, sparse: bool = True, recurrent: bool = T
     declared = kernels.batch_invariant
     unused = (() if sparse else _OF_EXPERTS) + (() if recurrent else _OF_SLOT_STATE)
     return [name for name in kernels.operations if name not in unused and not declared.get(name, False)]
-
-
-FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 codes
 
 
 def served_model(config: EngineConfig, model: ModelConfig) -> ServedModel:
@@ -139,7 +136,7 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype, traits: DeviceTraits | No
     flag = f"--kv-cache-dtype {config.kv_cache_dtype}"
     if wanted != FP8 or dtype == torch.float32:
         raise ConfigError(f"{flag} on GPUs needs another --dtype than {dtype}: type --dtype bfloat16")
-    if traits.capability < (8, 9):
+    if traits.capability < FLOAT8_CAPABILITY:
         found = ".".join(map(str, traits.capability))
         raise ConfigError(f"{flag} needs compute capability 8.9 (Ada, Hopper) or later, not {found}: leave it out")
     if config.prefill_attention == "flashinfer":
@@ -156,16 +153,11 @@ def check_prefill(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_fp8(model: ModelConfig, traits: DeviceTraits | None) -> None:
-    """Raises ConfigError where weights are FP8 codes, which the GPU (``traits``; None: a CPU) cannot convert."""
-    if (
-        model.quantization is not None
-        and model.quantization.fp8
-        and traits is not None
-        and traits.capability < FP8_CAPABILITY
-    ):
+def check_fp8(config: EngineConfig, traits: DeviceTraits | None) -> None:
+    """Raises ConfigError where activations shall be FP8 codes, which the GPU (``traits``; None: a CPU) cannot
+    multiply."""
+    if config.fp8_activations == "always" and traits is not None and traits.capability < FLOAT8_CAPABILITY:
+        found = ".".join(map(str, traits.capability))
         raise ConfigError(
-            f"weights are FP8 ({model.quantization.method}), which needs a GPU of "
-            f"compute capability {'.'.join(map(str, FP8_CAPABILITY))} (Ada, Hopper) or later, not "
-            f"{'.'.join(map(str, traits.capability))}: use the bfloat16 checkpoint"
+            f"--fp8-activations always needs compute capability 8.9 (Ada, Hopper) or later, not {found}: leave it out"
         )

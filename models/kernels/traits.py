@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+FLOAT8_CAPABILITY = (8, 9)  # the first that converts codes of float8_e4m3fn, and multiplies them
 _FEWEST_STAGES, _FEWEST_COLUMNS = 3, 32
 
 

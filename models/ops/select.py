@@ -11,6 +11,7 @@ import logging
 import torch
 
 from models.kernels.interface import NO_SWITCHES, FlashInferSwitches, PrefillWanted
+from models.kernels.traits import FLOAT8_CAPABILITY
 from models.ops import rows_reference
 from models.ops.contract import Ops
 from models.ops.rows_reference import invariant
@@ -30,7 +31,7 @@ def select_kernels(
     (prefill_choice.py); ``Ops.agree_on_kernels`` makes the final choice. ``flashinfer``: its environment variables.
     ``deterministic``: batch-invariant ones, of which there is one set a kind of device; the reference, which is not,
     where they cannot run. ``depth``: steps in flight besides the one that lands next, for which FlashInfer's plans have
-    places. ``fp8_activations``: as EngineConfig has it.
+    places. ``fp8_activations``: as EngineConfig has it; "never" where a GPU has no FP8 tensor cores.
     """
     device = torch.device(device)
     kernels: Ops
@@ -48,6 +49,8 @@ def select_kernels(
     if deterministic:
         return InvariantNvidiaOps(device)
     kernels = NvidiaOps(device, prefill=prefill_attention, flashinfer=flashinfer, depth=depth)
+    if kernels.traits.capability < FLOAT8_CAPABILITY:
+        fp8_activations = "never"
     kernels.fp8_activations = kernels.matmul.fp8_activations = fp8_activations
     kernels.prepare_prefill(dtype, head_dim)
     return kernels

@@ -466,8 +466,9 @@ def test_activations_are_cut_where_fbgemm_cuts_them(tmp_path: Path) -> None:
     assert dict(weights(load(coded, 1, 2)))["layers.0.mlp.down.weight"].format.activation_cap == 3.0
 
 
-def test_gpus_that_cannot_convert_codes_refuse_them_by_name() -> None:
-    config = config_from_dict(MODELS["qwen3"] | {"quantization_config": schemes()["A"].config})
-    check_fp8(config, H200)
-    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .* not 8\.0"):
-        check_fp8(config, replace(H200, capability=(8, 0)))
+def test_gpus_without_fp8_tensor_cores_multiply_no_codes() -> None:
+    ampere, always = replace(H200, capability=(8, 0)), EngineConfig(model="m", fp8_activations="always")
+    check_fp8(EngineConfig(model="m"), ampere)
+    check_fp8(always, H200)
+    with pytest.raises(ConfigError, match=r"--fp8-activations always needs compute capability 8\.9 .* not 8\.0"):
+        check_fp8(always, ampere)

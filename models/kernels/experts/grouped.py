@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from models.kernels.experts.route import pairs_by_expert
 from models.kernels.experts.streamed import activated, expert_scales
 from models.kernels.experts.tiles import Tiles, default_tiles
-from models.kernels.matmul.codes import quantised_by
+from models.kernels.matmul.codes import as_float, quantised_by, readable
 from models.kernels.matmul.four_bits import EXPERT_COLUMNS, constants_of, four_bit_sums
 from models.kernels.matmul.four_bits import memory_of as four_bits_memory_of
 from models.kernels.traits import H200
@@ -140,7 +140,7 @@ def _grouped_kernel(
                         x_scale = tl.load(in_scale_ptr + at + rows, mask=asked, other=0.0)
                         acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
                     else:
-                        acc += tl.dot(w.to(tl.float32).to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
+                        acc += tl.dot(as_float(w).to(x.dtype), tl.trans(x), input_precision=PRECISION) * factor
         result = tl.trans(acc)
         if BIAS:
             result += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
@@ -249,7 +249,7 @@ def _grouped(
     narrow, four_bits = isinstance(x, Quantised), weight.format.code is not None
     block_k = _codes_at_once(weight) if narrow else math.gcd(tiles.block_k, scale_columns or tiles.block_k)
     codes = {"SCALE_COLUMNS": scale_columns or inner, "CODES": 0, "ZEROS": False, "FACTORS": False, "LIFT": 1.0}
-    stored = weight.data, *(order_GT if weight.scale is None else weight.scale, order_GT, order_GT)
+    stored = readable(weight.data), *(order_GT if weight.scale is None else weight.scale, order_GT, order_GT)
     if four_bits:
         block_k, codes, stored = EXPERT_COLUMNS, constants_of(weight, x.dtype), four_bits_memory_of(weight)
     stages = tiles.stages if block_k <= tiles.block_k else max(2, tiles.stages * tiles.block_k // block_k)

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.experts.tiles import largest_power
+from models.kernels.matmul.codes import as_float, readable
 from models.kernels.matmul.epilogue import gelu_mul
 from models.kernels.traits import H200
 from models.row_buckets import power_of_two_from
@@ -78,7 +79,7 @@ def _sums(
     SCALE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk of K: products of x [1, CHUNK] and the weights w of ``rows``, summed by VECTOR, scaled."""
-    found = tl.sum(tl.reshape(x * w.to(tl.float32), (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
+    found = tl.sum(tl.reshape(x * as_float(w), (w.shape[0], CHUNK // VECTOR, VECTOR)), 2)
     if SCALE_ROWS > 0:
         columns = (chunk * CHUNK + tl.arange(0, CHUNK // VECTOR) * VECTOR) // SCALE_COLUMNS
         found *= tl.load(scales + (rows // SCALE_ROWS * tl.cdiv(K, SCALE_COLUMNS))[:, None] + columns[None, :])
@@ -217,7 +218,7 @@ def expert_mlp(
     full = full_programs(multiprocessors)
     block_i = min(largest_power(inner), 4 if inner // 4 >= full else 2)
     _streamed_gate_up_kernel[(inner // block_i, tokens * choices)](
-        x_TN, gate_up.data, local_TC if gate_up.scale is None else gate_up.scale,
+        x_TN, readable(gate_up.data), local_TC if gate_up.scale is None else gate_up.scale,
         local_TC if gate_up.bias is None else gate_up.bias, limit or 0.0, local_TC, hidden_PI, inner,
         K=hidden, CHOICES=choices, BLOCK_I=block_i, CHUNK=_chunk(gate_up, 1024),
         **scale_sizes(gate_up),
@@ -228,7 +229,7 @@ def expert_mlp(
     out_TN = torch.empty_like(x_TN)
     block_n, chunk, warps = _down_tile(down, tokens, full)
     _streamed_down_kernel[(hidden // block_n, tokens)](
-        hidden_PI, down.data, local_TC if down.scale is None else down.scale,
+        hidden_PI, readable(down.data), local_TC if down.scale is None else down.scale,
         local_TC if down.bias is None else down.bias, weights_TC, local_TC, out_TN, hidden,
         K=inner, CHOICES=choices, BLOCK_N=block_n, CHUNK=chunk,
         **scale_sizes(down),

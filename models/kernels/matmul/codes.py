@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.traits import FLOAT8_CAPABILITY
 from parallel.comm.quantise_triton import store_codes
 from parallel.comm.quantised import SEPARATE, Quantised
 from parallel.layers.weight import Weight
@@ -34,6 +35,24 @@ def _quantise_kernel(
     if CAP > 0:  # NaN stays NaN
         x = tl.where(x > CAP, CAP, tl.where(x < -CAP, -CAP, x))
     store_codes(x, row, first, codes_ptr, scale_ptr, pitch, N, GROUP)
+
+
+@triton.jit
+def as_float(numbers):
+    """Weights or scales in float32. uint8: codes of float8_e4m3fn but NaN (``readable``), whose exponent and fraction
+    are those of a float16 256 times as small, its subnormal numbers included."""
+    if numbers.dtype == tl.uint8:
+        code = numbers.to(tl.int32)
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return numbers.to(tl.float32)
+
+
+def readable(data: Tensor) -> Tensor:
+    """As kernels take weights or scales: codes of float8_e4m3fn as bytes where a GPU converts none (before sm_89)."""
+    if data.dtype != torch.float8_e4m3fn or data.device.type == "cpu":
+        return data
+    return data if torch.cuda.get_device_capability(data.device) >= FLOAT8_CAPABILITY else data.view(torch.uint8)
 
 
 def group_of(weight: Weight) -> int:
@@ -73,7 +92,7 @@ def _decode_kernel(
         gdc_launch_dependents()
     codes = tl.load(codes_ptr + at, mask=mask, other=0.0)
     scale = tl.load(scale_ptr + at // K // ROWS * tl.cdiv(K, COLUMNS) + at % K // COLUMNS, mask=mask, other=0.0)
-    tl.store(out_ptr + at, (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, (as_float(codes) * scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -108,7 +127,7 @@ def _decode_four_bits_kernel(
         exponent, fraction = (code >> 1) & 3, code & 1
         twice = tl.where(exponent > 0, (2 + fraction) << tl.maximum(exponent - 1, 0), fraction)
         number = tl.where(code > 7, -twice, twice).to(tl.float32) * 0.5
-    number *= scale.to(tl.float32)[:, None]
+    number *= as_float(scale)[:, None]
     if FACTORS:
         number *= tl.load(factor_ptr + row, mask=mask, other=0.0)[:, None]
     where = 2 * at[:, None] + tl.arange(0, 2)[None, :]
@@ -118,8 +137,10 @@ def _decode_four_bits_kernel(
 def _decoded_four_bits(weight: Weight, out_OK: Tensor, pdl: bool) -> Tensor:
     block, size, form = 2048, weight.data.numel(), weight.format
     assert form.block is not None
+    assert weight.scale is not None
     _decode_four_bits_kernel[(triton.cdiv(size, block),)](
-        weight.data, weight.scale, *(weight.data if one is None else one for one in (weight.zero, weight.factor)),
+        weight.data, readable(weight.scale),
+        *(weight.data if one is None else one for one in (weight.zero, weight.factor)),
         out_OK, size, weight.inner, form.block[1] or weight.inner, INT4=form.code == "int4",
         POWERS=form.scale_dtype == torch.uint8, ZEROS=weight.zero is not None, FACTORS=weight.factor is not None,
         BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,
@@ -137,7 +158,7 @@ def decoded(weight: Weight, dtype: torch.dtype, pdl: bool) -> Tensor:
         return _decoded_four_bits(weight, out_OK, pdl)
     block = 4096
     _decode_kernel[(triton.cdiv(out_OK.numel(), block),)](
-        weight.data, weight.scale, out_OK, out_OK.numel(), weight.inner,
+        readable(weight.data), weight.scale, out_OK, out_OK.numel(), weight.inner,
         ROWS=rows, COLUMNS=columns or weight.inner, BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return out_OK

@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.codes import as_float, readable
 from models.kernels.matmul.epilogue import store_rows, sum_of_parts
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -124,7 +125,7 @@ def factors_of(scale, CODES: tl.constexpr, dtype: tl.constexpr):
         else:
             factor = (tl.minimum(tl.maximum(exponent - 100, 0), 30) << 10).to(tl.int16).to(dtype, bitcast=True)
     elif CODES == NVFP4:
-        factor = (scale.to(tl.float32) * (2.0**118 if dtype == tl.bfloat16 else 2.0**7)).to(dtype)
+        factor = (as_float(scale) * (2.0**118 if dtype == tl.bfloat16 else 2.0**7)).to(dtype)
     else:
         factor = scale.to(dtype)
     return factor
@@ -303,7 +304,9 @@ def fits(form: WeightFormat, inner: int, block_k: int) -> bool:
 def memory_of(weight: Weight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, zeros, factors, as the kernels take them."""
     words = weight.data.view(torch.int16)
-    scale, zero, factor = (words if one is None else one for one in (weight.scale, weight.zero, weight.factor))
+    scale, zero, factor = (
+        words if one is None else readable(one) for one in (weight.scale, weight.zero, weight.factor)
+    )
     return words, scale, zero, factor
 
 

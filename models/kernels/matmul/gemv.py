@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.codes import as_float
 from models.kernels.matmul.epilogue import store_rows
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -99,7 +100,7 @@ def _gemv_kernel(
         if NORM:
             squares += tl.sum(tl.reshape(h * h, (BLOCK_M, 1, CHUNK // VECTOR, VECTOR)), 3)
             h = h * scale.to(tl.float32)
-        products = h * w.to(tl.float32)
+        products = h * as_float(w)
         sums = tl.sum(tl.reshape(products, (BLOCK_M, weight_rows.shape[0], CHUNK // VECTOR, VECTOR)), 3)
         if blocked:
             if chunk > 0:

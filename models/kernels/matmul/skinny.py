@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from models.kernels.dependent_launch import prefetch_to_l2
+from models.kernels.matmul.codes import as_float
 from models.kernels.matmul.epilogue import store_rows
 from parallel.comm.matmul_push_triton import load_use_counts
 from parallel.comm.peer_buffers import PeerBuffers, push_arguments
@@ -106,7 +107,7 @@ def _skinny_kernel(
                 x_scale = tl.load(x_scale_ptr + group * x_pitch + rows, mask=rows < M, other=0.0)
                 acc += tl.dot(w, tl.trans(x)) * (factor * x_scale[None, :])
             else:
-                acc += tl.dot(w.to(tl.float32).to(x.dtype), tl.trans(x)) * factor
+                acc += tl.dot(as_float(w).to(x.dtype), tl.trans(x)) * factor
     if PDL and LATE:
         gdc_launch_dependents()
 

@@ -140,7 +140,7 @@ def _fused(kernel: Product, shape: LinearShape) -> Product:
         if weight.scale is not None:
             options |= {"scale": weight.scale, "block": weight.format.block}
         options |= {"norm_K": norm_K, "eps": eps, "residual_MK": residual_MK, "buffers": buffers}
-        return kernel(x_MK, weight.data, weight.bias, gate_up=_form(shape, weight), **options)
+        return kernel(x_MK, codes.readable(weight.data), weight.bias, gate_up=_form(shape, weight), **options)
 
     return run
 

@@ -777,6 +777,28 @@ def small_gpus(driver: CompilingDriver) -> None:
     kernels.prefill_attention(made(300, 32, 128), kv, inputs, 0.1)
 
 
+def ampere(driver: CompilingDriver) -> None:
+    """For an A100, which has no instruction for codes of float8_e4m3fn: FP8 weights with activations as they are, and
+    four-bit weights with such scales."""
+    driver.capability = (8, 0)
+    play_an_h200(driver.capability)
+    kernels = nvidia_kernels(META, prefill="triton")
+    kernels.fp8_activations = kernels.matmul.fp8_activations = "never"
+    weight, up, down = (
+        fp8_weight(fp8(128, 128), *sizes) for sizes in ((4096, 4096), (32, 1536, 2048), (32, 2048, 768))
+    )
+    for tokens in (1, 32):
+        driver.where, x = f"FP8, {tokens} tokens", torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
+        kernels.linear(x, weight)
+        chosen = torch.zeros(tokens, 4, dtype=torch.int32, device=META)
+        kernels.expert_mlp(x[:, :2048].contiguous(), up, down, chosen.float(), chosen, all_experts=32)
+    kernels.matmul.run(x, weight, Decoded(), gate_up=False)
+    driver.where, weight = "NVFP4", four_bit_weight(nvfp4(), 4096, 4096)
+    choices = kernels.matmul.candidates(LinearShape.of(x[:1], weight))
+    for choice in {type(one): one for one in reversed(choices)}.values():
+        kernels.matmul.run(x[:1], weight, choice, gate_up=False)
+
+
 PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "dense": dense,
     "drawn": drawn_guesses,
@@ -804,6 +826,7 @@ PARTS: dict[str, Callable[[CompilingDriver], None]] = {
     "more-slot-state": more_slot_state,
     "table": shipped_table,
     "small-gpus": small_gpus,
+    "ampere": ampere,
     "too-much": too_much,
 }
 

@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from models.inputs import DecodeAttention
 from models.kernels import bandwidth_probe
 from models.kernels.attention import decode, rope_decode, rope_prefill
 from models.kernels.attention.decode_work import ANY_LENGTH, SplitRule
+from models.kernels.experts import grouped, streamed
 from models.kernels.interface import Rotation
 from models.kernels.matmul import candidates, codes
 from models.kernels.matmul import norm as norm_kernels
@@ -33,7 +35,7 @@ from models.kernels.traits import H200
 from models.ops.rows_reference.dense import simulated
 from models.ops.tuned import TunedProducts
 from parallel.comm.quantised import SEPARATE, Quantised
-from parallel.layers.weight import Weight
+from parallel.layers.weight import Weight, fp8
 from tests.models.kernels import quick_interpreter  # noqa: F401  it need only be there
 from tests.models.kernels.nvidia_kernels import Nvidia, check_counters, nvidia_kernels_on_cpu
 from tests.plant import reference_kernels
@@ -185,6 +187,33 @@ def products(kernels: Nvidia) -> None:
 
 
 # -- reading memory ------------------------------------------------------------------------------------------------
+
+
+def codes_as_bytes(kernels: Nvidia) -> None:
+    """As GPUs before sm_89 take FP8 weights: each code that is a number, then products and experts."""
+    every = torch.arange(256, dtype=torch.uint8).view(2, 128)[:, :127].contiguous()  # 127 and 255 are NaN
+    for dtype in TOLERANCE:
+        found = codes.decoded(Weight(every, fp8(1, 0), scale=torch.ones(2, 1)), dtype, False)
+        assert torch.equal(found, every.view(torch.float8_e4m3fn).to(dtype)), dtype
+
+    def both(*sizes: int) -> tuple[Weight, Weight]:
+        held = torch.randn(sizes).to(torch.float8_e4m3fn)
+        form = fp8(32, 128)
+        scale = torch.rand(*sizes[:-2], *form.grid(*sizes[-2:])) / sizes[-1] ** 0.5
+        return Weight(held.view(torch.uint8), form, scale=scale), Weight.of(
+            Weight(held, form, scale=scale).plain(torch.float32)
+        )
+
+    for count, choice in ((1, Gemv(2, 256, 4)), (5, Skinny(16, 32, 64, 2, 2, 4, 0))):
+        (stored, meant), x = both(32, 256), randn(count, 256, dtype=torch.float16)
+        found = kernels.matmul.run(x, stored, choice, gate_up=False)
+        check(found, REFERENCE.linear(x.float(), meant), torch.float16, choice)
+    (up, meant_up), (down, meant_down) = both(4, 64, 128), both(4, 128, 32)
+    x, chosen = randn(3, 128, dtype=torch.float32), torch.arange(6, dtype=torch.int32).view(3, 2) % 4
+    weights = torch.rand(3, 2)
+    expected = REFERENCE.expert_mlp(x, meant_up, meant_down, weights, chosen, all_experts=4)
+    for run_experts in (streamed.expert_mlp, partial(grouped.expert_mlp, all_experts=4)):
+        check(run_experts(x, up, down, weights, chosen, False), expected, torch.float32, "experts")
 
 
 def reading(kernels: Nvidia) -> None:
@@ -355,6 +384,7 @@ PARTS: tuple[Callable[[Nvidia], None], ...] = (
     rows,
     rows_as_codes,
     products,
+    codes_as_bytes,
     reading,
     attention,
     blocks,

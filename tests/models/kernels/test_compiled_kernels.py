@@ -254,6 +254,18 @@ def test_launches_of_gpus_with_less_shared_memory_fit(cache: Path) -> None:
     }
 
 
+@pytest.mark.slow
+def test_codes_compile_for_gpus_without_an_instruction_for_them(cache: Path) -> None:
+    """An A100: bytes of FP8 weights, and of NVFP4's scales, become numbers by integers."""
+    found = compiled(cache, "--part", "ampere")
+    assert [one for one in found if one["shared"] > 163 << 10] == []
+    of_codes = {one["kernel"] for one in found if one["element"] != "fp8e4nv"}
+    assert of_codes >= {
+        *("_gemv_kernel", "_skinny_kernel", "_decode_kernel", "_streamed_down_kernel", "_grouped_kernel"),
+        *("_fragments_kernel", "_four_bits_kernel", "_decode_four_bits_kernel"),
+    }
+
+
 def test_no_candidate_gives_one_warp_64_rows() -> None:
     """Such a tile has more sums and operands than a thread has registers."""
     shapes = [
