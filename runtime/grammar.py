@@ -64,10 +64,6 @@ class GrammarCounters:
     grammar_masks: int = 0
     grammar_mask_seconds: float = 0.0
 
-    def masked(self, rows: int, seconds: float) -> None:
-        self.grammar_masks += rows
-        self.grammar_mask_seconds += seconds
-
 
 def library() -> Any:
     """llguidance. Raises GrammarError."""
@@ -197,18 +193,31 @@ class Grammars:
         matcher.accept(answer)
         return matcher
 
-    def allow(self, matchers: Sequence[Matcher | None], allowed_GW: Words) -> None:
+    def allow(
+        self, matchers: Sequence[Matcher | None], allowed_GW: Words, most: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """Fill in the tokens that may come next in each answer, from zeros: bit i % 32 of word i // 32 is set for id i.
-        None without a matcher, or if a grammar, or the work for it, came to an end."""
-        began = perf_counter()
-        compiled = [(one.compiled, row) for row, one in enumerate(matchers) if one is not None and one.usable]
-        if compiled:  # outside the interpreter's lock
-            row_bytes = allowed_GW.strides[0]
-            self._executor.unsafe_compute_mask_ptr(compiled, allowed_GW.ctypes.data, row_bytes, len(allowed_GW))
-        for one, allowed_W in zip(matchers, allowed_GW, strict=True):
-            if one is not None:
-                one.restrict(allowed_W)
-        self.counters.masked(len(matchers), perf_counter() - began)
+        None without a matcher, or if a grammar, or the work for it, came to an end.
+
+        Returns the tokens that are forced before that, of each answer at most ``most`` (None: 0), stop ids excepted:
+        each is the only one that may come where it does."""
+        began, runs = perf_counter(), [list[int]() for _ in matchers]
+        asked = [(row, one) for row, one in enumerate(matchers) if one is not None]
+        while asked:
+            compiled = [(one.compiled, row) for row, one in asked if one.usable]
+            if compiled:  # outside the interpreter's lock
+                row_bytes = allowed_GW.strides[0]
+                self._executor.unsafe_compute_mask_ptr(compiled, allowed_GW.ctypes.data, row_bytes, len(allowed_GW))
+            for row, one in asked:
+                one.restrict(allowed_GW[row])
+            self.counters.grammar_masks += len(asked)
+            asked = [(row, one) for row, one in asked if most is not None and len(runs[row]) < most[row]]
+            asked = [(row, one) for row, one in asked if one.forced(allowed_GW[row], runs[row])]
+        for matcher, run in zip(matchers, runs, strict=True):
+            if matcher is not None and run:
+                matcher.back(len(run))
+        self.counters.grammar_mask_seconds += perf_counter() - began
+        return runs
 
     def hold(self, key: bytes, table: bytes, held: Container[bytes]) -> None:
         """A table that all ranks have got, if it is one of those that are ``held``; drop those that are not."""
@@ -264,6 +273,22 @@ class Matcher:
         self._generated += len(token_ids)
         if self.compiled is not None and len(token_ids):
             self.compiled.consume_tokens(list(token_ids))
+
+    def forced(self, allowed_W: Words, run: list[int]) -> bool:
+        """Whether one token may come next, and it is no stop id; it is accepted then, and appended to ``run``."""
+        at = np.flatnonzero(allowed_W)
+        word = int(allowed_W[at[0]]) % (1 << WORD_BITS) if len(at) == 1 else 0
+        if not word or word & (word - 1) or word & int(self._all_W[at[0]]):
+            return False
+        run.append(int(at[0]) * WORD_BITS + word.bit_length() - 1)
+        self.accept(run[-1:])
+        return True
+
+    def back(self, count: int) -> None:
+        """As if the latest ``count`` tokens had not come."""
+        self._generated -= count
+        if self.usable:
+            self.compiled.rollback(count)
 
     def allow(self, allowed_W: Words) -> None:
         """Fill in the tokens that may come next."""

@@ -25,7 +25,7 @@ from runtime.execute.cache.sizing import CacheShape, CacheSizing, WindowDemand, 
 from runtime.execute.device.protocol import Device, Work
 from runtime.execute.fallbacks import Fallbacks
 from runtime.execute.launch_spec import GREEDY, BucketSizes, LaunchNeeds, LaunchResolver, LaunchSpec
-from runtime.execute.proposer import MakeProposer, MaskingProposer, ProposerParts
+from runtime.execute.proposer import MakeProposer, ProposerParts
 from runtime.execute.result_reader import ResultCounters, ResultReader, StepTiming
 from runtime.execute.result_ring import ResultRing
 from runtime.execute.sampling.inputs import EVERY_FEATURE, NARROWER_FEATURES, SamplingVariant
@@ -111,7 +111,7 @@ class Executor:
         self.pool.warm_up_copies()
         sizes = BucketSizes(config.decode_buckets, self.prefill.buckets, self.prefill.split_buckets, config.exchanges)
         self._resolver = LaunchResolver(
-            sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants, self._masks
+            sizes, limits.slots + 1, roles, model.collectives.size, config.warm_variants, self._drafts
         )
         self.prompt_scores = PromptLogprobRing(device, entries=self._ring.entries, max_tokens=limits.max_prefill_tokens)
         self.results = ResultReader(
@@ -374,7 +374,7 @@ class Executor:
         if self._make_proposer is not None:
             of_it = ProposerParts(self.device, self._model, pool, self.tables, self._config.limits)
             proposer = self._make_proposer(of_it)
-        self._masks = isinstance(proposer, MaskingProposer)
+        self._drafts = proposer is not None
         memory = self.tables, self._ring, self.staging
         parts = StepParts(
             self.device, self._model, caches, pool, *memory, self._config, self.fallbacks, proposer, self._part_range

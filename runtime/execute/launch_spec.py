@@ -108,7 +108,7 @@ class Serving(Protocol):
 class LaunchResolver:
     """One per executor. ``slots``: of the device tables, padding included. ``roles``: the first that serves a plan runs
     it. ``ranks``: of the tensor-parallel group, which share a row's vocabulary. ``warm``: variants captured at
-    start-up; rows that need less than one of them run in it, so that no request waits for a capture. ``masks``: as
+    start-up; rows that need less than one of them run in it, so that no request waits for a capture. ``drafts``: as
     SamplingVariant.on_ranks.
     """
 
@@ -119,12 +119,12 @@ class LaunchResolver:
         roles: Sequence[Serving],
         ranks: int = 1,
         warm: Sequence[SamplingVariant] = (),
-        masks: bool = False,
+        drafts: bool = False,
     ) -> None:
         self._sizes = sizes
         self._warm = sorted(warm, key=lambda variant: sum(astuple(variant)))  # by number of features
         self._roles = roles
-        self._captured_for = ranks, masks
+        self._captured_for = ranks, drafts
         self._slot_variants = [GREEDY] * slots
         self._row_variant = GREEDY
         self._variant_of: tuple[int, ...] | None = None

@@ -37,6 +37,7 @@ from runtime.execute.cache.pool import CachePool
 from runtime.execute.device.protocol import Device
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
+from runtime.execute.sampling.token_tables import forced_drafts
 from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.schedule.config import StepLimits
 
@@ -203,14 +204,19 @@ def masks(proposer: Proposer | None, variant: SamplingVariant) -> TypeGuard[Mask
 
 
 def guesses_for(
-    proposer: Proposer, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant
+    proposer: Proposer, tables: SlotTables, rows_B: Tensor, columns: SlotColumns, count: int, variant: SamplingVariant
 ) -> Proposed:
-    """``count`` draft tokens for each row of a step served by ``variant``, drawn or not."""
+    """``count`` draft tokens for each row of a step served by ``variant``, drawn or not, or forced by its grammar."""
     if draws(proposer, variant):
-        return proposer.draw(rows_B, columns, count, variant)
-    if masks(proposer, variant):
-        return proposer.allowed(rows_B, columns, count)
-    return proposer.propose(rows_B, columns, count)
+        proposed = proposer.draw(rows_B, columns, count, variant)
+    elif masks(proposer, variant):
+        proposed = proposer.allowed(rows_B, columns, count)
+    else:
+        proposed = proposer.propose(rows_B, columns, count)
+    if not variant.grammars:
+        return proposed
+    # Where a token is forced its probability is 1: rejection sampling keeps it, whatever the one before was drawn from.
+    return proposed._replace(tokens_BQ=forced_drafts(tables.grammar_tables, rows_B, proposed.tokens_BQ))
 
 
 def observes(proposer: Proposer | None) -> bool:

@@ -230,13 +230,15 @@ class SlotCopy:
 
 class Constrained(NamedTuple):
     """A row that samples, of a request with a grammar. ``token_ids``: the tokens that its answer gained since the slot
-    write, or since the last of these for ``slot``: all tokens of the answer have landed.
+    write, or since the last of these for ``slot``: all tokens of the answer have landed. ``most``: tokens that it may
+    append; as many but one that its grammar forces, if it does, take the place of draft tokens.
 
     With ``place``, where the table with this ``key`` is from now on, they are the whole answer, and this is the last
     one for ``slot``: the device goes on by itself."""
 
     slot: int
     token_ids: Sequence[int]
+    most: int = 1
     place: int | None = None
     key: bytes = b""
 
@@ -258,8 +260,8 @@ class StepPlan(NamedTuple):
     snapshot): state copied after the step, of a row whose chunk ends with a block. The device reads and writes
     snapshots in the order of steps.
     ``copies``: of sessions that were forked; each has a slot write that ``resumes``. A plan may have these alone, as a
-    decode step without rows. ``constrained``: rows that sample what a grammar allows; such a row appends one token,
-    whatever W is.
+    decode step without rows. ``constrained``: rows that sample what a grammar allows, and append more than one token
+    of a window only where it forces tokens.
     """
 
     step: int

@@ -90,13 +90,14 @@ class PlanDraft:
         constrained = []
         for row, sequence in enumerate(rows):
             if sequence.constrained and plan.draws(row):
-                constrained.append(self._constrained(sequence))
+                most = plan.width if row < plan.decode_rows else 1
+                constrained.append(self._constrained(sequence, most))
                 sequence.matched = sequence.landed_tokens
         numbers = tuple(chain.from_iterable((row.slot, len(row.token_ids)) for row in constrained))
         self._ledger.digest.fold(plan.step, "constrained", numbers)
         return plan._replace(constrained=tuple(constrained))
 
-    def _constrained(self, sequence: SequenceState) -> Constrained:
+    def _constrained(self, sequence: SequenceState, most: int) -> Constrained:
         """The row goes on by a table if there is one, and stop ids need not wait for ``min_tokens``."""
         ledger, request = self._ledger, sequence.request
         answer = sequence.tokens[len(request.prompt_token_ids) :]
@@ -104,12 +105,12 @@ class PlanDraft:
             sequence.table_key = sequence.table_key or request.table_key
             sequence.table = ledger.tables.take(sequence.table_key)
         if sequence.table is None:
-            return Constrained(sequence.slot, sequence.tokens[sequence.matched :])
+            return Constrained(sequence.slot, sequence.tokens[sequence.matched :], most)
         ledger.constrained -= 1
         ledger.decode_version += 1
         ledger.counters.grammar_tabled += 1
         ledger.digest.fold(ledger.chain.step, "tabled", (sequence.slot, sequence.table.number, len(answer)))
-        return Constrained(sequence.slot, answer, sequence.table.number, sequence.table.key)
+        return Constrained(sequence.slot, answer, most, sequence.table.number, sequence.table.key)
 
 
 def _taken(queued: dict[Any, T]) -> tuple[T, ...]:

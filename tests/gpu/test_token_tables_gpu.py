@@ -47,7 +47,8 @@ def tables_of(vocab: int) -> tuple[TokenTables, torch.Generator]:
         begin = slot % PLACES * pool.shape[1]
         state = int(torch.randint(2, STATES, (), generator=draw))
         rows[slot] = torch.tensor([begin, begin + vocab, CLASSES, state])
-    return TokenTables(pool, rows), draw
+    forced = torch.randint(0, vocab + 1, (SLOTS, reference.MOST_FORCED), generator=draw, dtype=torch.int32)
+    return TokenTables(pool, rows, forced * (torch.arange(reference.MOST_FORCED) < torch.arange(SLOTS)[:, None])), draw
 
 
 def moved(tables: TokenTables) -> TokenTables:
@@ -99,7 +100,7 @@ def test_masks(vocab: int, dtype: torch.dtype, of_slots: bool) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("width", [2, 5, 9])
+@pytest.mark.parametrize("width", [2, 5, 17])
 @pytest.mark.parametrize("tree", [False, True])
 def test_states_of_draft_tokens(vocab: int, width: int, tree: bool) -> None:
     tables, draw = tables_of(vocab)

@@ -75,7 +75,7 @@ class SamplingVariant:
     ``top_logprobs`` most likely tokens (0..20). ``unbounded``: some row filters without a top_k of at most
     MOST_SHARED_TOP_K, so that ranks need whole rows of logits; without ranks to share them with it means nothing.
     ``edits``: logits of tokens that a request names (logit_edits.py). ``biases``: some row adds to them, so that edits
-    make a float32 copy. ``grammars``: some row has a grammar, whose table masks draft tokens, too.
+    make a float32 copy. ``grammars``: some row has a grammar, whose table masks draft tokens, or which forces some.
     """
 
     random: bool = False
@@ -144,10 +144,10 @@ class SamplingVariant:
         """Whether each rank can reduce its own share of the vocabulary to a fixed number of candidates a row."""
         return not self.unbounded and not self.logprobs
 
-    def on_ranks(self, ranks: int, masks: bool = True) -> SamplingVariant:
-        """The variant that is captured where so many ranks share a row: one rank draws all filters alike. ``masks``:
-        draft tokens are masked by tables of grammars; without, these are edits like others."""
-        return replace(self, unbounded=self.unbounded and ranks > 1, grammars=self.grammars and masks)
+    def on_ranks(self, ranks: int, drafts: bool = True) -> SamplingVariant:
+        """The variant that is captured where so many ranks share a row: one rank draws all filters alike. ``drafts``:
+        there are draft tokens; without, grammars are edits like others."""
+        return replace(self, unbounded=self.unbounded and ranks > 1, grammars=self.grammars and drafts)
 
 
 _numbers = attrgetter(*(f.name for f in fields(SamplingVariant)))

@@ -7,7 +7,7 @@ row has which slot, how arrays reach the device.
 The tables are written when a request that uses them is admitted, and once more when another one gets its slot. Only the
 device updates ``recent_SH`` and states of grammars' tables (token_tables.py), so a steady step needs nothing from the
 host; but of a request whose grammar has no table, which is a row when all its tokens have landed, the host writes
-``allowed_SW`` before each step.
+before each step which tokens are forced (they are its draft tokens), and ``allowed_SW``, of the token after these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from runtime.execute.sampling.draft_tree import generations
 from runtime.execute.sampling.inputs import SamplingInputs, SamplingVariant
 from runtime.execute.sampling.kernels import kernels_for
 from runtime.execute.sampling.token_tables import (
+    MOST_FORCED,
     TablePlaces,
     TokenTables,
     advance_states_in_torch,
@@ -65,7 +66,8 @@ class LogitEdits(NamedTuple):
 
 class RowEdits(NamedTuple):
     """What applies to R rows of logits: the tables, each row's slot (int64 [R]), what was generated before its token
-    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R]); None: what the slot has.
+    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R], as ``table_states``); None: what the
+    slot has, of which no token is forced.
     ``in_place``: as SlotFeature.processor."""
 
     tables: LogitEdits
@@ -159,13 +161,17 @@ class EditFeature(SlotFeature[LogitEdits]):
         if not rows:
             return staged
         allowed_GW = np.zeros((len(rows), mask_words(self.vocab_size)), np.int32)  # no matcher: nothing is allowed
+        forced_GF = np.zeros((len(rows), MOST_FORCED), np.int32)
         matchers = [self.matchers.get(row.slot) for row in rows]
         for matcher, row in zip(matchers, rows, strict=True):
             if matcher is not None:
                 matcher.accept(row.token_ids)
         if self.grammars is not None:
-            self.grammars.allow(matchers, allowed_GW)
-        return staged | {"constrained_G": np.array([row.slot for row in rows]), "allowed_GW": allowed_GW}
+            runs = self.grammars.allow(matchers, allowed_GW, [min(row.most - 1, MOST_FORCED) for row in rows])
+            for forced_F, run in zip(forced_GF, runs, strict=True):
+                forced_F[: len(run)] = [1 + token for token in run]
+        slots_G = np.array([row.slot for row in rows])
+        return staged | {"constrained_G": slots_G, "allowed_GW": allowed_GW, "forced_GF": forced_GF}
 
     def load(self, staged: Mapping[str, Tensor]) -> None:
         tables = self.need()
@@ -180,17 +186,25 @@ class EditFeature(SlotFeature[LogitEdits]):
         ):
             if index in staged:
                 table.index_copy_(0, staged[index], staged[values])
+        forced_SF = tables.grammars.forced_SF
+        if "edit_slots_E" in staged:
+            forced_SF.index_fill_(0, staged["edit_slots_E"], 0)
+        if "constrained_G" in staged:
+            forced_SF.index_copy_(0, staged["constrained_G"], staged["forced_GF"])
         if "unmasked_T" in staged:
             tables.sizes_S3[:, MASKED].index_fill_(0, staged["unmasked_T"], 0)
+            forced_SF.index_fill_(0, staged["unmasked_T"], 0)
         load_tables(tables.grammars, staged)
 
     def processor(self, view: RowView, in_place: bool) -> RowEdits:
         return edits_of(self.need(), view)._replace(in_place=in_place)
 
     def most_tokens(self, view: RowView) -> Tensor:
-        """One for a request with a grammar: the mask is that of its next token."""
-        masked_B = self.need().sizes_S3[:, MASKED].index_select(0, view.slots_B)
-        return torch.where(masked_B == BY_GRAMMAR, 1, view.width).to(torch.int32)
+        """Of a request whose grammar the host reads: the tokens that are forced, and one by the mask after them."""
+        tables, slots_B = self.need(), view.slots_B
+        masked_B = tables.sizes_S3[:, MASKED].index_select(0, slots_B)
+        forced_B = (tables.grammars.forced_SF > 0).index_select(0, slots_B).sum(1)
+        return torch.where(masked_B == BY_GRAMMAR, 1 + forced_B, view.width).to(torch.int32)
 
     def advance(self, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
         kernels = kernels_for(tokens_BW)
@@ -251,7 +265,11 @@ def edit_logits_in_torch(logits_RV: Tensor, edits: RowEdits, vocab_start: int = 
     sizes_R3 = tables.sizes_S3.index_select(0, slots_R)
     ids_V = torch.arange(vocab_start, vocab_start + vocab, device=logits_RV.device)
     words_RV = tables.allowed_SW.index_select(0, slots_R).index_select(1, ids_V // WORD_BITS)
-    barred_RV = (sizes_R3[:, MASKED, None] > 0) & ((words_RV >> (ids_V % WORD_BITS)) & 1 == 0)
+    barred_RV = (words_RV >> (ids_V % WORD_BITS)) & 1 == 0
+    if edits.states_R is not None:  # of these rows none has a table
+        forced_R1 = edits.states_R[:, None]
+        barred_RV = torch.where(forced_R1 > 0, ids_V != forced_R1 - 1, barred_RV)
+    barred_RV &= sizes_R3[:, MASKED, None] > 0
     barred_RV |= barred_in_torch(tables.grammars, slots_R, edits.states_R, ids_V)
     edited_RV = torch.where(barred_RV, edited_RV + float("-inf"), edited_RV)
     edited_RX = torch.nn.functional.pad(edited_RV, (0, 1))  # a last column for what is not to be written

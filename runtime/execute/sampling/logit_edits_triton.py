@@ -111,7 +111,11 @@ def _edit_kernel(
         score = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=0.0).to(tl.float32)
         if masked > 0:
             word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=inside, other=0)
-            score = tl.where((word >> (token % 32)) & 1 == 0, score + float("-inf"), score)
+            barred = (word >> (token % 32)) & 1 == 0
+            if not OF_SLOTS:  # no row that is masked so has a table
+                forced = tl.load(states_ptr + row)
+                barred = tl.where(forced > 0, token != forced - 1, barred)
+            score = tl.where(barred, score + float("-inf"), score)
         if classes > 0:
             if OF_SLOTS:
                 state = tl.load(rows_ptr + slot * 4 + 3)
@@ -183,7 +187,7 @@ def edit_logits(
     in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Edited float32 or bfloat16 logits [R, V]: in place, or a float32 copy. ``edits``: RowEdits of logit_edits.py."""
-    (*tables, allowed_SW, recent_SH, (pool_PE, rows_S4)), slots_R, recent_RH, states_R, _ = edits
+    (*tables, allowed_SW, recent_SH, (pool_PE, rows_S4, _)), slots_R, recent_RH, states_R, _ = edits
     rows, vocab = logits_RV.shape
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
@@ -205,7 +209,7 @@ def edit_logits(
 
 def advance_edits(tables: tuple[Any, ...], slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:
     """``tables``: LogitEdits of logit_edits.py."""
-    *_, recent_SH, (pool_PE, rows_S4) = tables
+    *_, recent_SH, (pool_PE, rows_S4, _) = tables
     if tokens_BW.stride(1) != 1:
         tokens_BW = tokens_BW.contiguous()
     _advance_kernel[(len(slots_B),)](

@@ -1,8 +1,8 @@
 """Tables of grammars on the device: a row's mask and the state after its token, in the step, without the host.
 
-Knows: where tables lie, a state by slot, the states of draft tokens, how the host writes them. Does not know: what a
-table means (token_table.py of runtime/grammar_tables), which requests have one (schedule/tables.py), biases and bad
-words, with which logit_edits.py applies its mask.
+Knows: where tables lie, a state by slot, the states of draft tokens, how the host writes them; draft tokens that a
+grammar without a table forces. Does not know: what a table means (token_table.py of runtime/grammar_tables), which
+requests have one (schedule/tables.py), biases and bad words, with which logit_edits.py applies its mask.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from runtime.grammar_tables.token_table import MOST_ENTRIES, SINK, START, TokenT
 from runtime.schedule.plan import Constrained, SlotWrite
 
 BEGIN, NEXT, CLASSES, STATE = range(4)  # columns of ``rows_S4``
+MOST_FORCED = 15  # draft tokens of a row
 
 
 class TokenTables(NamedTuple):
     """``pool_PE`` int16: in each place the classes of all ids, then the next states by state and class. ``rows_S4``
-    int32: of each slot where these two begin in the pool, the number of classes (0: no table), the state."""
+    int32: of each slot where these two begin in the pool, the number of classes (0: no table), the state. ``forced_SF``
+    int32, of slots without a table: 1 + the token that alone may follow the last one, the first draft token and so on;
+    0 from where that is not so."""
 
     pool_PE: Tensor
     rows_S4: Tensor
+    forced_SF: Tensor
 
 
 class TablePlaces:
@@ -43,7 +47,8 @@ class TablePlaces:
     def make(self, device: Device, slots: int, places: int) -> TokenTables:
         entries = self.vocab_size + (MOST_ENTRIES if places else 1)
         pool_PE = device.zeros(max(places, 1), entries + entries % 2, dtype=torch.int16)
-        return TokenTables(pool_PE, device.zeros(slots, 4, dtype=torch.int32))
+        numbers, int32 = device.zeros, torch.int32
+        return TokenTables(pool_PE, numbers(slots, 4, dtype=int32), numbers(slots, MOST_FORCED, dtype=int32))
 
     def write(self, writes: Sequence[SlotWrite]) -> dict[str, npt.NDArray[Any]]:
         """As SlotFeature.write."""
@@ -93,22 +98,33 @@ def _next_states(tables: TokenTables, rows_B4: Tensor, states_B: Tensor, tokens_
 
 def table_states(tables: TokenTables, view: RowView) -> Tensor:
     """The state at each of a row's W tokens, int32 [B, W]. After a draft token that may not follow, or that ends the
-    text, no sample counts: there it is the first state, which leaves something to sample."""
+    text, no sample counts: there it is the first state, which leaves something to sample. Without a table it is what
+    ``forced_SF`` has of that token; the first nodes of a tree are a chain."""
     kernels = kernels_for(tables.pool_PE)
     return (states_in_torch if kernels is None else kernels.table_states)(tables, view)
 
 
 def states_in_torch(tables: TokenTables, view: RowView) -> Tensor:
     """The reference of ``table_states``; on CUDA it is one launch."""
-    rows_B4 = tables.rows_S4.index_select(0, view.slots_B)
-    states_BW = rows_B4[:, STATE, None].repeat(1, view.tokens_BW.shape[1])
-    for node in range(1, states_BW.shape[1]):
+    rows_B4, width = tables.rows_S4.index_select(0, view.slots_B), view.tokens_BW.shape[1]
+    states_BW = rows_B4[:, STATE, None].repeat(1, width)
+    for node in range(1, width):
         before_B = states_BW[:, node - 1]
         if view.tree is not None:
             before_B = states_BW.gather(1, view.tree.parents_BN[:, node, None])[:, 0]
         after_B = _next_states(tables, rows_B4, before_B, view.tokens_BW[:, node])
         states_BW[:, node] = torch.where(rows_B4[:, CLASSES] > 0, after_B.clamp(min=START), 0)
-    return states_BW
+    forced_BF = tables.forced_SF.index_select(0, view.slots_B)[:, :width]
+    forced_BW = torch.nn.functional.pad(forced_BF, (0, width - forced_BF.shape[1]))
+    return torch.where(rows_B4[:, CLASSES, None] > 0, states_BW, forced_BW)
+
+
+def forced_drafts(tables: TokenTables, rows_B: Tensor, drafts_BQ: Tensor) -> Tensor:
+    """Draft tokens (int64) of slots ``rows_B``, those that are forced in place of the first ones."""
+    forced_BF = tables.forced_SF.index_select(0, rows_B)[:, : drafts_BQ.shape[1]]
+    count = forced_BF.shape[1]
+    first_BF = torch.where(forced_BF > 0, forced_BF - 1, drafts_BQ[:, :count])
+    return first_BF if count == drafts_BQ.shape[1] else torch.cat((first_BF, drafts_BQ[:, count:]), 1)
 
 
 def advance_states_in_torch(tables: TokenTables, slots_B: Tensor, tokens_BW: Tensor, count_B: Tensor) -> None:

@@ -36,14 +36,16 @@ def state_after(pool_ptr, begin, following, classes, state, token):
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_POINTER)
 def _states_kernel(
-    pool_ptr, rows_ptr, slots_ptr, tokens_ptr, tokens_stride, parents_ptr, states_ptr,
-    WIDTH: tl.constexpr, TREE: tl.constexpr, FIRST: tl.constexpr,
+    pool_ptr, rows_ptr, forced_ptr, slots_ptr, tokens_ptr, tokens_stride, parents_ptr, states_ptr,
+    WIDTH: tl.constexpr, TREE: tl.constexpr, FIRST: tl.constexpr, FORCED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     begin, following, classes = table_of(rows_ptr, slot)
     state = tl.load(rows_ptr + slot * 4 + 3)
     states_ptr += row * WIDTH
+    if classes == 0:
+        state = tl.load(forced_ptr + slot * FORCED)
     tl.store(states_ptr, state)
     for node in tl.range(1, WIDTH):
         if TREE:
@@ -53,7 +55,7 @@ def _states_kernel(
             token = tl.load(tokens_ptr + row * tokens_stride + node)
             state = tl.maximum(state_after(pool_ptr, begin, following, classes, state, token), FIRST)
         else:
-            state = state * 0  # int32, as in the other branch
+            state = tl.load(forced_ptr + slot * FORCED + node, mask=node < FORCED, other=0)
         tl.store(states_ptr + node, state)
 
 
@@ -85,24 +87,24 @@ def _bar_kernel(
         tl.store(logits_ptr + row * logits_stride + column, float("-inf"), mask=barred)
 
 
-def table_states(tables: tuple[Tensor, Tensor], view: RowView) -> Tensor:
+def table_states(tables: tuple[Tensor, Tensor, Tensor], view: RowView) -> Tensor:
     """int32 [B, W]."""
-    (pool_PE, rows_S4), tokens_BW = tables, view.tokens_BW
+    (pool_PE, rows_S4, forced_SF), tokens_BW = tables, view.tokens_BW
     states_BW = torch.empty(tokens_BW.shape, dtype=torch.int32, device=tokens_BW.device)
     parents = tokens_BW if view.tree is None else view.tree.parents_BN.contiguous()
     _states_kernel[(len(tokens_BW),)](
-        pool_PE, rows_S4, view.slots_B, tokens_BW, tokens_BW.stride(0), parents, states_BW,
-        WIDTH=tokens_BW.shape[1], TREE=view.tree is not None, FIRST=START, num_warps=1,
+        pool_PE, rows_S4, forced_SF, view.slots_B, tokens_BW, tokens_BW.stride(0), parents, states_BW,
+        WIDTH=tokens_BW.shape[1], TREE=view.tree is not None, FIRST=START, FORCED=forced_SF.shape[1], num_warps=1,
     )  # fmt: skip
     return states_BW
 
 
 def bar(
-    logits_RV: Tensor, tables: tuple[Tensor, Tensor], slots_R: Tensor, before: tuple[Tensor, Tensor] | None,
+    logits_RV: Tensor, tables: tuple[Tensor, Tensor, Tensor], slots_R: Tensor, before: tuple[Tensor, Tensor] | None,
     vocab_start: int, size: int, ids_V: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """token_tables.bar. Logits and tokens may be strided by row."""
-    (pool_PE, rows_S4), (rows, vocab) = tables, logits_RV.shape
+    (pool_PE, rows_S4, _), (rows, vocab) = tables, logits_RV.shape
     if logits_RV.stride(1) != 1:
         raise ValueError(f"a drafter's logits have strides {logits_RV.stride()}: a row's must lie side by side")
     after_R = torch.empty(rows, dtype=torch.int32, device=logits_RV.device)

@@ -29,7 +29,7 @@ from models.cache_layout import StateBanks
 from models.inputs import StateRows, Undecided
 from runtime.execute.cache.block_copy import EntryMover
 from runtime.execute.launch_spec import GREEDY
-from runtime.execute.proposer import Proposed, draws, guesses_for, masks
+from runtime.execute.proposer import Proposed, draws, guesses_for
 from runtime.execute.sampling.draft_tree import lay_out
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
@@ -72,15 +72,15 @@ class DraftTokens(DecodeTokens):
         self.drafted = memory.drafted(self._parts, drafts)
 
     def proposal_variant(self, variant: SamplingVariant) -> SamplingVariant:
-        """Sampled draft tokens need temperature and filters, masked ones tables of grammars."""
+        """Sampled draft tokens need temperature and filters, masked and forced ones tables of grammars."""
         kind = SamplingVariant(random=True, filters=variant.filters) if draws(self._proposer, variant) else GREEDY
-        return replace(kind, grammars=masks(self._proposer, variant))
+        return replace(kind, grammars=variant.grammars)
 
     def propose(self, rows: int, variant: SamplingVariant) -> None:
         staged = self._parts.staging.padded_chunks(rows)
         rows_B = torch.where(staged.decodes_R != 0, staged.slots_R, PADDING_SLOT)
         columns = self._parts.tables.gather(rows_B)
-        proposed = guesses_for(self._proposer, rows_B, columns, self.tokens - 1, variant)
+        proposed = guesses_for(self._proposer, self._parts.tables, rows_B, columns, self.tokens - 1, variant)
         # Rows of the padding slot write the same, so that what they sample is the same on every rank.
         real_B1 = (rows_B != PADDING_SLOT)[:, None]
         self.tokens_SQ.index_copy_(0, rows_B, torch.where(real_B1, proposed.tokens_BQ, 0))

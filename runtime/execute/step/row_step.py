@@ -102,7 +102,7 @@ class RowStep:
         if self._proposer is None:
             return gather_decode(tables, rows_B, size)
         columns = tables.gather(rows_B)
-        proposed = guesses_for(self._proposer, rows_B, columns, self.tokens - 1, variant)
+        proposed = guesses_for(self._proposer, tables, rows_B, columns, self.tokens - 1, variant)
         return gather_window(tables, rows_B, columns, proposed, size, self.width)
 
     def slot_state(

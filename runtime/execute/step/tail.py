@@ -54,13 +54,13 @@ class Tail:
                 feature.advance(slots_B, tokens_BW, count_B)
 
     def _limited(self, rows: Rows, view: RowView, variant: SamplingVariant) -> Rows:
-        """With fewer tokens for some rows to append: of those, none is a draft token that was not compared."""
+        """With fewer tokens for some rows to append, all of them such as the target draws."""
         for feature in self._tables.features_of(variant):
             if (most_B := feature.most_tokens(view)) is not None:
                 limit_B = most_B if rows.limit_B is None else torch.minimum(most_B, rows.limit_B)
                 scripted_B = rows.scripted_B
                 if scripted_B is not None:
-                    scripted_B = torch.where(most_B < view.width, 0, scripted_B)
+                    scripted_B = torch.where(most_B < view.width, most_B - 1, scripted_B)
                 rows = replace(rows, limit_B=limit_B, scripted_B=scripted_B)
         return rows
 

@@ -237,7 +237,7 @@ def grammar_tables(driver: CompilingDriver) -> None:
         return torch.empty(*shape, dtype=dtype, device=META)
 
     batch, vocab, slots = 8, 151936, 9
-    grammars = TokenTables(made(16, 1 << 20, dtype=torch.int16), made(slots, 4))
+    grammars = TokenTables(made(16, 1 << 20, dtype=torch.int16), made(slots, 4), made(slots, 15))
     own = made(slots, 3), made(slots, MAX_LOGIT_BIAS), made(slots, MAX_LOGIT_BIAS, dtype=torch.float32)
     bad, allowed, recent = made(slots, MAX_BAD_WORDS, HISTORY + 1), made(slots, vocab // 32), made(slots, HISTORY)
     tables = LogitEdits(*own, bad, allowed, recent, grammars)

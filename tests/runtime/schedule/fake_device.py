@@ -91,6 +91,7 @@ class SlotRow:
     prompt_length: int = 0
     matched: list[int] | None = None  # with a grammar: the answer, as plans have told it
     allowed_in: int = -1  # the step that it was told for
+    most: int = 1  # tokens that it may append there
     tabled: bool = False  # from then on it needs no word
 
 
@@ -195,14 +196,14 @@ class FakeDevice:
             most = self.max_blocks * len(self.base)
             assert index < most, f"block table entry {index} of {most}"
             self.tables[slot][index] = block
-        for slot, tokens, place, _ in plan.constrained:
+        for slot, tokens, most, place, _ in plan.constrained:
             constrained = self.rows[slot]
             assert constrained is not None
             assert constrained.matched is not None, "only who has a grammar is told of what it gained"
             assert not constrained.tabled, "a table needs no word"
             constrained.tabled = place is not None
             constrained.matched = [*([] if constrained.tabled else constrained.matched), *tokens]
-            constrained.allowed_in = plan.step
+            constrained.allowed_in, constrained.most = plan.step, most
         for snapshot, slot in plan.restored:
             state = self.snapshots[snapshot]
             assert state is not None, "a snapshot is read behind the step that writes it"
@@ -387,7 +388,7 @@ class FakeDevice:
             history = self._history(slot, row.length + 1, row.length)
             history = self._take_in(slot, row, history[:-1], history)
             barren = self.barren and not row.tried
-            most = plan.width if row.matched is None or row.tabled else 1
+            most = plan.width if row.matched is None or row.tabled else row.most  # if its grammar forces the others
             new = self._advance(plan, row, history, accepted(row.request_id, history, most, barren=barren))
             for i in range(plan.width - 1):  # drafts: the accepted ones are right, the others rubbish
                 self._write(slot, row.length + 1 + i, new[i] if i < len(new) - 1 else GARBAGE, writes, epoch)

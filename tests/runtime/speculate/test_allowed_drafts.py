@@ -13,12 +13,13 @@ from torch import Tensor
 from models.drafters.draft_head import DraftHead
 from parallel.comm.collectives import SingleRank
 from parallel.layers.shard import VocabShard
+from runtime.execute.device.cpu_twin import TwinDevice
 from runtime.execute.proposer import Observed, Proposed, ProposerParts, guesses_for
 from runtime.execute.sampling import token_tables
 from runtime.execute.sampling.inputs import SamplingVariant
 from runtime.execute.sampling.rejection import Drafted
 from runtime.execute.sampling.token_tables import CLASSES, TokenTables, barred_in_torch, table_states
-from runtime.execute.slot_state import SlotColumns
+from runtime.execute.slot_state import SlotColumns, SlotTables
 from runtime.execute.slots.feature import RowView
 from runtime.schedule.request import SamplingParams
 from runtime.speculate.guesses import AllowedGuesses, BranchingGuesses, LikeliestGuesses, ProbabilisticProposer
@@ -134,17 +135,18 @@ class NamedMasks(Named):
 @pytest.mark.parametrize("proposer", [Named(), NamedMasks()], ids=["none", "masks"])
 def test_steps_with_a_grammar_mask_drafts_and_no_others(proposer: Named, script: bool) -> None:
     """Also where a script accepts them. Edits without a grammar cost a drafter nothing."""
+    tables = SlotTables(TwinDevice(), max_requests=3, max_blocks=1, vocab_size=9)
     columns, parts = columns_of(4), SimpleNamespace(device=SimpleNamespace(torch_device=torch.device("cpu")))
     asked = scripted(lambda _: proposer, (0.5, 0.5))(cast(ProposerParts, parts)) if script else proposer
     for params, masked in (([PLAIN], False), ([PLAIN, GRAMMAR], isinstance(proposer, NamedMasks))):
-        proposed = guesses_for(asked, torch.arange(4), columns, 2, SamplingVariant.covering(params))
+        proposed = guesses_for(asked, tables, torch.arange(4), columns, 2, SamplingVariant.covering(params))
         assert set(proposed.tokens_BQ.flatten().tolist()) == {2 if masked else 1}
         assert (proposed.scripted_B is not None) == script
 
 
-def test_without_masks_of_drafts_a_grammar_is_an_edit_like_others() -> None:
+def test_without_drafts_a_grammar_is_an_edit_like_others() -> None:
     """No graph of its own is captured for it."""
-    assert SamplingVariant.covering([GRAMMAR]).on_ranks(1, masks=False) == SamplingVariant(edits=True)
+    assert SamplingVariant.covering([GRAMMAR]).on_ranks(1, drafts=False) == SamplingVariant(edits=True)
     assert SamplingVariant.covering([GRAMMAR]).on_ranks(1) == SamplingVariant(edits=True, grammars=True)
 
 

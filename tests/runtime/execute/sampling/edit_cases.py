@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from runtime.execute.sampling.logit_edits import HISTORY, LogitEdits, RowEdits
-from runtime.execute.sampling.token_tables import TokenTables
+from runtime.execute.sampling.token_tables import MOST_FORCED, TokenTables
 from runtime.schedule.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from tests.runtime.execute.sampling.sampling_fields import SamplingFields
 
@@ -62,7 +62,8 @@ def edits_for(
         newest = list(output)[-HISTORY:]
         if newest:
             recent[slot, -len(newest) :] = torch.tensor(newest, dtype=torch.int32)
-    none = TokenTables(torch.zeros(1, vocab, dtype=torch.int16), torch.zeros(slots, 4, dtype=torch.int32))
+    rows, forced = torch.zeros(slots, 4, dtype=torch.int32), torch.zeros(slots, MOST_FORCED, dtype=torch.int32)
+    none = TokenTables(torch.zeros(1, vocab, dtype=torch.int16), rows, forced)
     own = (part.to(device) for part in (sizes, bias_ids, biases, bad, allowed, recent))
     tables = LogitEdits._make((*own, TokenTables(*(part.to(device) for part in none))))
     return RowEdits(tables, torch.arange(1, slots, device=device))
