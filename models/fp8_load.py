@@ -186,13 +186,15 @@ def place_all_scales(
 def refuse_nan_codes(shards: Mapping[str, Shard | ScatteredShard], codes: Mapping[str, Path]) -> None:
     """Raises WeightsError, with file and tensor, for a loaded code that is no number. Reads the device once."""
     names = [name for name in codes if any(piece.target.numel() for piece in shards[name].pieces)]
-    bad = [
-        torch.stack([(piece.target.view(torch.uint8) & 127).amax() for piece in shards[name].pieces]).amax() == 127
-        for name in names
-    ]
+    bad = [torch.stack([_has_nan(piece.target) for piece in shards[name].pieces]).any() for name in names]
     wrong = [name for name, is_bad in zip(names, torch.stack(bad).tolist() if bad else [], strict=True) if is_bad]
     if wrong:
         raise WeightsError(f"{codes[wrong[0]]}: tensor {quoted(wrong[0])} holds codes that are no numbers (NaN)")
+
+
+def _has_nan(codes: Tensor) -> Tensor:
+    """NaN are 127 and 255, the largest int8 and the largest uint8: without memory for what is compared."""
+    return (codes.view(torch.int8).amax() == 127) | (codes.view(torch.uint8).amax() == 255)
 
 
 def _place(codes: Codes, shard: Shard, first: tuple[int, int], block: tuple[int, int], into: Tensor) -> None:

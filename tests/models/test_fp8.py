@@ -282,6 +282,13 @@ CODES = torch.ones(80, 40).to(torch.float8_e4m3fn)
 GRID = torch.ones(5, 3)
 
 
+def one_code(code: int) -> Tensor:
+    """``code`` among others."""
+    codes = CODES.clone()
+    codes.view(torch.uint8)[41, 7] = code
+    return codes
+
+
 @pytest.mark.parametrize(
     ("changes", "said", "words"),
     [
@@ -300,11 +307,7 @@ GRID = torch.ones(5, 3)
             {},
             f"'{UP}weight' has dtype F8_E5M2; supported are",
         ),
-        (
-            {f"{UP}weight": CODES.clone().view(torch.uint8).fill_(127).view(CODES.dtype)},
-            {},
-            "holds codes that are no numbers",
-        ),
+        *(({f"{UP}weight": one_code(code)}, {}, "holds codes that are no numbers") for code in (127, 255)),
         (
             {},
             {"modules_to_not_convert": ["mlp.up_proj"]},

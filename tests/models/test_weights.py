@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,11 +232,13 @@ def test_unknown_load_format_and_absent_folder() -> None:
         attempt("safetensors")
 
 
+CODED = ("fp8", "at-load", "mxfp4")
 MEASURE = """
 import sys
 import torch
 torch.set_num_threads(1)
 from models import weights
+from models.fp8_load import quantised_at_load
 from models.registry import config_from_folder
 from parallel.comm.collectives import SingleRank
 from parallel.layers.weight import Weight
@@ -244,12 +247,17 @@ from tests.plant import reference_kernels
 def memory(key):
     return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) << 10
 
+def load(folder):
+    config = quantised_at_load(config_from_folder(folder), sys.argv[3] or None)
+    return weights.load_model(
+        config, folder, dtype=torch.bfloat16, collectives=SingleRank(), kernels=reference_kernels()
+    )
+
 weights.MAPPED_BYTES = 16 << 20
-arguments = dict(dtype=torch.bfloat16, collectives=SingleRank(), kernels=reference_kernels())
-weights.load_model(config_from_folder(sys.argv[1]), sys.argv[1], **arguments)  # imports and allocator warm
+load(sys.argv[1])  # imports and allocator warm
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # reset the high-water mark
-model = weights.load_model(config_from_folder(sys.argv[2]), sys.argv[2], **arguments)
+model = load(sys.argv[2])
 found = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight))
 held = [*model.parameters(), *(weight.scale for weight in found if weight.scale is not None)]
 print(memory("VmHWM") - before - sum(p.numel() * p.itemsize for p in held))
@@ -259,32 +267,29 @@ print(memory("VmHWM") - before - sum(p.numel() * p.itemsize for p in held))
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("codes", [False, pytest.param(True, marks=pytest.mark.long)], ids=["float32", "mxfp4"])
-def test_peak_memory_does_not_grow_with_the_checkpoint(codes: bool, tmp_path: Path) -> None:
-    """256 MiB of float32 become 128 MiB of bfloat16, and 200 MiB of codes stay as they are, with less than 64 MiB
-    beside the parameters themselves.
+@pytest.mark.parametrize("stored", ["float32", *(pytest.param(one, marks=pytest.mark.long) for one in CODED)])
+def test_peak_memory_does_not_grow_with_the_checkpoint(stored: str, tmp_path: Path) -> None:
+    """256 MiB of float32 become 128 MiB of bfloat16, or 64 MiB of FP8 codes, and 200 MiB of codes stay as they are,
+    with less than 64 MiB beside the parameters themselves.
 
     The promise is the largest tensor plus 1 GiB; a mapping window of 16 MiB instead of 256 shows the same in small.
     """
     wide = {**TINY, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256, "num_hidden_layers": 6}
-    if codes:
+    if stored == "mxfp4":
         wide |= {"architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}
         wide |= {"num_hidden_layers": 13}
         wide["quantization_config"] = {"quant_method": "mxfp4"}
+    if stored == "fp8":
+        blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        wide |= {"num_hidden_layers": 24, "quantization_config": blocks}
     large, small = tmp_path / "large", tmp_path / "small"
     for folder, config in ((large, wide), (small, {**wide, "num_hidden_layers": 1})):
-        shards = build(config_from_dict(config), device="meta").checkpoint_shards()
-        shapes = {name: shard.full_shape for name, shard in shards.items()}
-        stored = {name: torch.zeros(shape) for name, shape in shapes.items() if len(shape) < 3}
-        for name, (experts, columns, rows) in ((n, s) for n, s in shapes.items() if len(s) == 3):
-            stored[f"{name}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
-            stored[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)
         folder.mkdir()
-        write(folder, stored, config=config)
-    assert (large / "model.safetensors").stat().st_size > 200 << 20
+        write(folder, _zeros(config, stored), files=3 if stored in ("fp8", "at-load") else 1, config=config)
+    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > 200 << 20
     root = Path(__file__).parents[2]
     child = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(small), str(large)],
+        [sys.executable, "-c", MEASURE, str(small), str(large), "fp8" if stored == "at-load" else ""],
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -293,3 +298,20 @@ def test_peak_memory_does_not_grow_with_the_checkpoint(codes: bool, tmp_path: Pa
     assert child.returncode == 0, child.stderr
     print(int(child.stdout) / 2**20)
     assert int(child.stdout) < 64 << 20
+
+
+def _zeros(config: dict[str, Any], stored: str) -> dict[str, Tensor]:
+    """A checkpoint of zeros; codes with scales of 1."""
+    found: dict[str, Tensor] = {}
+    for name, shard in build(config_from_dict(config), device="meta").checkpoint_shards().items():
+        shape = shard.full_shape
+        if stored == "fp8" and "_proj.weight" in name:
+            found[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = torch.ones(shape[0] // 128, shape[1] // 128)
+        elif len(shape) == 3:
+            experts, columns, rows = shape
+            found[f"{name}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+            found[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 127, dtype=torch.uint8)
+        else:
+            found[name] = torch.zeros(shape)
+    return found
