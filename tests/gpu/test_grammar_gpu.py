@@ -24,6 +24,7 @@ from tests.runtime.engine import test_grammar as on_cpu
 from tests.runtime.engine.rig import rig, run
 from tests.runtime.engine.table_rigs import small_grammars, with_tables
 from tests.runtime.engine.test_depths import outcome
+from tests.runtime.engine.test_forced_drafts import runs_change_no_bit
 from tests.runtime.engine.test_grammar_masks import grammars_change_no_bit
 from tests.runtime.speculate.recorded import Drafter
 
@@ -52,7 +53,7 @@ def test_depths_agree_and_answers_are_texts() -> None:
             assert outcome(run(engine, requests)) == outcome(serial)
 
 
-def test_a_row_gains_one_token_of_a_draft_window() -> None:
+def test_in_draft_windows_they_are_texts() -> None:
     """What a draft window costs in last bits may change a token, but not what is allowed."""
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     requests = on_cpu.mixture()
@@ -68,6 +69,14 @@ def test_in_the_deterministic_mode_they_are_their_own_in_every_bit() -> None:
     grammars_change_no_bit(
         partial(rig, device=device, kernels=kernels, shape=OVER, dtype=torch.bfloat16, block_size=16)
     )
+
+
+@pytest.mark.parametrize("kind", ["ngram", "mtp", "tree"])
+def test_forced_runs_change_no_bit_in_the_deterministic_mode(kind: str, tmp_path: Path) -> None:
+    """Recursive schemas: the bits of one request after the other, without draft tokens."""
+    device, kernels = CudaDevice(torch.device("cuda:0")), invariant_nvidia_kernels("cuda")
+    over = partial(rig, device=device, kernels=kernels, shape=OVER, dtype=torch.bfloat16, block_size=16)
+    runs_change_no_bit(kind, tmp_path, over, OVER)
 
 
 def test_a_warm_grammar_captures_nothing_late() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from runtime.speculate.methods import proposer_for
 from runtime.speculate.synthetic import scripted
 from runtime.speculate.tree import branching
 from runtime.speculative_config import speculative_config
+from tests.plant import invariant_kernels
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.conftest import long, over_model
 from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import Life, live, oracle, same
 from tests.runtime.engine.replay_proposer import script_of
 from tests.runtime.engine.rig import request, rig, run
+from tests.runtime.engine.same_bits import OpenRig
 from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_grammar import EOS, GRAMMARS, NO_BLANKS, SHAPE, VOCABULARY, text_of
-from tests.runtime.engine.test_grammar_masks import NGRAM
+from tests.runtime.engine.test_grammar_masks import NGRAM, grammars_change_no_bit
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers
 from tests.runtime.frontend import small_tokenizers
 from tests.runtime.speculate.recorded import Drafter
@@ -37,6 +40,7 @@ from tests.runtime.speculate.recorded import Drafter
 pytest.importorskip("llguidance")
 
 pytestmark = pytest.mark.slow
+SIZES = "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"
 SAID = "forced: {all of this}"
 NESTED = structured(grammar=f'start: "{SAID}" tail\ntail: "" | "(" tail ")"')  # recursive: it gets no table
 WORDS = small_tokenizers.byte_level().encode(SAID)
@@ -197,6 +201,23 @@ def test_beside_drafts_that_are_drawn_or_scripted(tmp_path: Path) -> None:
             assert text_of(ended).startswith(SAID)
             assert max(life.rounds[i]) == 4
         assert proposer is not drawn or life.rounds[0][: len(WORDS) // 4 - 1] == [4] * (len(WORDS) // 4 - 1)
+
+
+@pytest.mark.long  # on a GPU: tests/gpu/test_grammar_gpu.py
+@pytest.mark.parametrize("kind", ["ngram", "mtp", "tree"])
+def test_in_the_deterministic_mode_runs_change_no_bit(kind: str, tmp_path: Path) -> None:
+    runs_change_no_bit(kind, tmp_path, partial(rig, kernels=invariant_kernels()), rigs.TINY)
+
+
+def runs_change_no_bit(kind: str, folder: Path, over: OpenRig, shape: Mapping[str, object]) -> None:
+    """``shape``: of the model, whose vocabulary is small; ``folder``: for a drafter of random weights."""
+    requests = [*asked(1), request(9, [5, 6, 7], stops=(EOS,), max_tokens=40, temperature=1.0, grammar=NESTED)]
+    requests = [replace(one, sampling=replace(one.sampling, logprobs=3)) for one in requests if one.sampling.grammar]
+    sizes: dict[str, Any] = {key: shape[key] for key in (*SIZES, "vocab_size")}
+    drafter = Drafter("mtp", folder, top_k=2 if kind == "tree" else 0, **sizes)
+    proposer = None if kind == "ngram" else lambda parts: drafter(parts).inner
+    trees: dict[str, Any] = {"tree": 9} if kind == "tree" else {}
+    grammars_change_no_bit(over, requests=requests, proposer=proposer, **trees)
 
 
 def test_a_matcher_is_where_it_was_before_a_run() -> None:

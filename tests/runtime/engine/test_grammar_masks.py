@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.execute.proposer import MakeProposer
 from runtime.frontend.structured import structured
 from runtime.grammar import Grammars, Matcher, Words
 from runtime.schedule.request import FinishReason, Request, SamplingParams
@@ -150,17 +151,24 @@ def test_masks_are_those_of_a_matcher_that_reads_the_answer_alone(
     alone.close()
 
 
-def grammars_change_no_bit(over: OpenRig, grammars: Grammars | None = None) -> None:
+def grammars_change_no_bit(
+    over: OpenRig,
+    grammars: Grammars | None = None,
+    requests: Sequence[Request] = (),
+    proposer: MakeProposer | None = None,
+    **trees: Any,
+) -> None:
     """Of tokens and log-probabilities, alone and beside others, chained and with draft tokens. ``grammars``: those of
-    the latter; alone it is the host that masks."""
-    requests = mixture(6, logprobs=3)
-    alone = Watched()
-    expected, grammars = plainly(over, requests, grammars=alone), grammars or alone
-    proposer = proposer_for(speculative_config(NGRAM))
-    drafts: dict[str, Any] = {"proposer": proposer, "speculation": Speculation(4, mixed_percent=100)}
+    the latter; alone it is the host that masks. ``requests``: others than a mixture, whose grammars force tokens."""
+    asked, alone = requests or mixture(6, logprobs=3), Watched()
+    expected, grammars = plainly(over, asked, grammars=alone), grammars or alone
+    proposer = proposer or proposer_for(speculative_config(NGRAM))
+    drafts: dict[str, Any] = {"proposer": proposer, "speculation": Speculation(4, mixed_percent=100), **trees}
     for limits in ({"depth": 1, "rows": 7, "buckets": (1, 2, 7)}, {"depth": 3, "rows": 4, **drafts}):
         with over(grammars=grammars, **limits) as engine:
-            found = answers(engine, requests)
+            found = answers(engine, asked)
+            forced = engine.counters["spec_num_accepted_tokens"] if requests and "proposer" in limits else 20
+        assert forced >= 20
         told = difference(found, expected)
         assert (told.flips, told.bits) == (0, 0), told
         assert told.compared > 60
