@@ -14,6 +14,7 @@ import pytest
 
 from runtime.execute.proposer import ProposerParts
 from runtime.execute.sampling.token_tables import MOST_FORCED
+from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.frontend.structured import structured
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from runtime.schedule.speculation import Speculation
@@ -146,6 +147,16 @@ def test_limits_within_a_run(percent: int) -> None:
     assert reasons[:7] == [FinishReason.LENGTH] * 7
     assert [reasons[i] for i in (7, 8, 13)] == [FinishReason.ERROR] * 3
     assert [life.finished[i].token_ids for i in (7, 8, 13)] == [tuple(WORDS[:n]) for n in (3, 2, 4)]
+
+
+def test_a_stop_string_within_a_run() -> None:
+    with rig(depth=2, grammars=GRAMMARS, **windows()) as engine:
+        client = EngineClient(engine, small_tokenizers.byte_level())
+        sampling = SamplingParams(max_tokens=40, stop=("all of",), grammar=NESTED)
+        (ended,) = [one for turn in client.run([PromptRequest([5, 6, 7], sampling)]) for one in turn.finished]
+        client.close()
+    (answer,) = ended.completions
+    assert (answer.text, answer.finish_reason) == ("forced: {", FinishReason.STOP)
 
 
 def test_forks_and_whoever_is_evicted() -> None:
