@@ -276,11 +276,13 @@ class Matcher:
 
     def forced(self, allowed_W: Words, run: list[int]) -> bool:
         """Whether one token may come next, and it is no stop id; it is accepted then, and appended to ``run``."""
-        at = np.flatnonzero(allowed_W)
-        word = int(allowed_W[at[0]]) % (1 << WORD_BITS) if len(at) == 1 else 0
-        if not word or word & (word - 1) or word & int(self._all_W[at[0]]):
+        if np.count_nonzero(allowed_W) != 1:  # a microsecond
             return False
-        run.append(int(at[0]) * WORD_BITS + word.bit_length() - 1)
+        at = int(np.flatnonzero(allowed_W)[0])
+        word = int(allowed_W[at]) % (1 << WORD_BITS)
+        if word & (word - 1) or word & int(self._all_W[at]):
+            return False
+        run.append(at * WORD_BITS + word.bit_length() - 1)
         self.accept(run[-1:])
         return True
 
