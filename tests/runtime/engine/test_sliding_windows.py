@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ from tests.runtime.engine.tensor_ranks import tensor_rig
 from tests.runtime.engine.test_groups import Lives, ids_from
 from tests.runtime.engine.test_sessions import Talk, converse, same_as_requests
 from tests.runtime.engine.test_trees import RANKS, KnownAnswers
+from tests.runtime.speculate.recorded import SHAPE as SMALL
+from tests.runtime.speculate.recorded import VOCABULARY, Drafter
+from tests.runtime.speculate.test_eagle3 import Head
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +168,20 @@ def test_trees_move_entries_in_every_group(depth: int, moved: list[int]) -> None
     life = live(requests, poison, depth=depth, shape=SHAPE, **how)
     assert life.counters["spec_num_accepted_tokens"] > 20
     same(life, retained(requests))
+
+
+@pytest.mark.parametrize("kind", ["dflash", long("mtp"), long("eagle3")])
+def test_drafters_read_all_pages_beside_windows(kind: str, moved: list[int], tmp_path: Path) -> None:
+    """Their keys are in the group of all tokens, and prefixes are found with a drafter, too."""
+    shape = Shape(SHAPE | SMALL)
+    drafter: Drafter = Head(tmp_path) if kind == "eagle3" else Drafter(kind, tmp_path, target_layers=4)
+    requests = [replace(r, prompt_token_ids=tuple(t % VOCABULARY for t in r.prompt_token_ids)) for r in mixture()]
+    again = [replace(r, request_id=40 + r.request_id) for r in requests[3:]]
+    how: dict[str, Any] = {"later": {40: again}, "shape": shape, "max_prefill_tokens": 32}
+    life = live(requests, poison, depth=2, proposer=drafter, speculation=Speculation(4), **how)
+    same(life, live([*requests, *again], depth=0, shape=shape, prefix_caching=False))
+    assert life.counters["spec_num_accepted_tokens"] > 10
+    assert life.counters["prefix_hit_tokens"] > 150
 
 
 @pytest.mark.parametrize("depth", [0, 2])
