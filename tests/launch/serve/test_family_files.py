@@ -112,6 +112,35 @@ FAMILIES = {
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
         ("<|im_end|>",),
     ),
+    "nemotron-3-nano": Files(
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        CHATML + "{% if add_generation_prompt %}{{ '<think></think>' if enable_thinking is false else '<think>\\n' }}"
+        "{% endif %}",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        ("<|endoftext|>", "<|im_end|>"),
+    ),
+    "olmo-3": Files(
+        "allenai/Olmo-3-7B-Think",
+        CHATML + "{% if add_generation_prompt %}<think>{% endif %}",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>",
+        ("<|endoftext|>", "<|im_end|>"),
+    ),
+    "glm-4": Files(
+        "zai-org/GLM-4-9B-0414",
+        "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "[gMASK]<sop><|user|>\nhi<|assistant|>",
+        ("<|endoftext|>", "<|user|>", "<|observation|>"),
+        "[gMASK]<sop>",
+    ),
+    "ernie-4.5": Files(
+        "baidu/ERNIE-4.5-0.3B-PT",
+        "<|begin_of_sentence|>{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n"
+        "{% else %}Assistant: {{ m.content }}<|end_of_sentence|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}Assistant: {% endif %}",
+        "<|begin_of_sentence|>User: hi\nAssistant: ",
+        ("</s>",),
+    ),
 }
 BOS = {"seed-oss": "<seed:bos>", "mistral": "<s>", "gemma-3": "<bos>", "gemma-4": "<bos>"}
 
