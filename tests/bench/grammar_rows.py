@@ -29,7 +29,7 @@ TREE = {  # recursive: it has no table; and longer than an answer
         "node": {
             "type": "object",
             "properties": {
-                "name": {"type": "string"},
+                "name": {"enum": ["main.py", "tests", "docs"]},  # any string would be one without an end
                 "size": {"type": "integer"},
                 "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
             },
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--load-format", default="safetensors", help="dummy: the folder has config.json, tokenizer.json"
     )
+    parser.add_argument("--speculative-config", help="with windows forced tokens are draft tokens")
     asked = parser.parse_args()
     rows: int = asked.rows
     config = EngineConfig(
@@ -137,6 +138,7 @@ def main() -> None:
         max_model_len=2048,
         decode_buckets=(rows,),
         prefill_attention="triton",
+        speculative_config=asked.speculative_config,
         warm=("greedy", "random"),  # "constrained" filters, too: what these rows need is captured as they come
     )
     with open_engine(config) as engine:
