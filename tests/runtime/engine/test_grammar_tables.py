@@ -132,11 +132,11 @@ def test_ranks_that_share_the_vocabulary_draw_the_same(logprobs: int | None) -> 
     grammars.close()
 
 
-@pytest.mark.parametrize("late", [3, 12])
-def test_a_row_changes_over_when_its_table_is_ready(late: int) -> None:
+@pytest.mark.parametrize(("late", "how"), [(3, {}), (12, drafts())], ids=["a token a step", "windows"])
+def test_a_row_changes_over_when_its_table_is_ready(late: int, how: dict[str, Any]) -> None:
     requests = [one for one in mixture(18) if one.sampling.grammar]
     grammars = with_tables(small_grammars(VOCABULARY, EOS), (EOS,), late=late)
-    life = live(requests, depth=2, grammars=grammars)
+    life = live(requests, depth=2, grammars=grammars, **how)
     same(life, oracle(requests, grammars=GRAMMARS))
     assert grammars.counters.grammar_masks > 0
     assert life.counters["grammar_tabled"] >= 6
