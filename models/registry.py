@@ -21,7 +21,7 @@ from models.config import (
     read_json_object,
     token_ids,
 )
-from models.families.ernie4_5 import Ernie45
+from models.families.ernie4_5 import Ernie45, Ernie45Moe
 from models.families.gemma3 import Gemma3
 from models.families.gemma4 import Gemma4
 from models.families.glm4 import Glm, Glm4
@@ -75,6 +75,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Olmo3ForCausalLM": Olmo3,
     "Ernie4_5ForCausalLM": Ernie45,
     "Ernie4_5_ForCausalLM": Ernie45,
+    "Ernie4_5_MoeForCausalLM": Ernie45Moe,
     "GlmForCausalLM": Glm,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,

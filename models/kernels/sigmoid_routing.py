@@ -18,7 +18,8 @@ from torch import Tensor
 class SigmoidRouting:
     """``choices`` experts a token, of the best ``top_groups`` of ``groups`` groups of consecutive experts. Weights are
     scaled to a sum of 1 where ``renormalise``, then multiplied by ``scale``. ``shared``: so many experts, numbered
-    after those that are chosen from, serve every token with weight 1, as further choices after its own.
+    after those that are chosen from, serve every token with weight 1, as further choices after its own. ``softmax``:
+    scores are softmax(logits) over all experts instead.
     """
 
     choices: int
@@ -27,6 +28,7 @@ class SigmoidRouting:
     top_groups: int = 1
     scale: float = 1.0
     shared: int = 0
+    softmax: bool = False
 
 
 def wide_linear(x_TN: Tensor, weight_EN: Tensor) -> Tensor:
@@ -40,7 +42,8 @@ def route_sigmoid(
     load_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See models/ops/contract.py."""
-    scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).sigmoid()
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    scores_TE = wide_TE.softmax(-1) if routing.softmax else wide_TE.sigmoid()
     ranked_TE = scores_TE + bias_E
     if routing.groups > 1:
         grouped_TGX = ranked_TE.view(len(ranked_TE), routing.groups, -1)

@@ -198,11 +198,12 @@ def _shared_beside(config: ModelConfig, experts: RoutedExperts, context: ModelCo
 
 
 def _sigmoid_routing(experts: RoutedExperts, shared: int) -> SigmoidRouting | None:
-    if experts.scoring != "sigmoid":
+    if experts.scoring == "softmax":
         return None
     return SigmoidRouting(
-        experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale), shared
-    )
+        experts.per_token, experts.renormalise, experts.groups, experts.top_groups, float(experts.scale), shared,
+        softmax=experts.scoring == "corrected",
+    )  # fmt: skip
 
 
 def _shared_expert(

@@ -27,8 +27,9 @@ class RoutedExperts:
 
     ``scoring``: what the router makes of its logits. With "sigmoid" (DeepSeek-V3, Liu et al. 2024) a bias corrects the
     scores for the choice only, which is among the experts of the best ``top_groups`` of ``groups`` groups, and weights
-    are multiplied by ``scale``. ``latent_size``: routed experts read and write vectors of this size, between
-    two projections; 0: hidden states themselves.
+    are multiplied by ``scale``; "corrected": likewise, with a softmax for the sigmoid (ERNIE 4.5).
+    ``latent_size``: routed experts read and write vectors of this size, between two projections; 0: hidden states
+    themselves.
 
     ``activation`` "geglu": gelu_mul in the place of silu_mul. ``beside_mlp``: next to a dense MLP, as Gemma 4's: its
     router norms the residual stream itself, and has a scale for each expert.
@@ -45,7 +46,7 @@ class RoutedExperts:
     shared_size: int = 0
     shared_gate: bool = False
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "corrected"] = "softmax"
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0

@@ -242,8 +242,8 @@ class Ops:
         self, logits_TE: Tensor, bias_E: Tensor, routing: SigmoidRouting, local_E: Tensor, real_T: Tensor,
         load_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As route_top_k, of a router whose scores are sigmoid(logits): the experts with the largest score + ``bias``
-        (float32) are chosen, and weighed by their score alone.
+        """As route_top_k, of a router whose scores are sigmoid(logits), or a softmax as ``routing`` says: the experts
+        with the largest score + ``bias`` (float32) are chosen, and weighed by their score alone.
 
         With several groups of E / groups consecutive experts, those of the groups count whose two best corrected scores
         have the largest sum. ``local_E`` is as long as there are experts, the shared ones after the others included;

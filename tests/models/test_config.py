@@ -679,7 +679,19 @@ def test_configs_that_transformers_writes_for_each_family_open() -> None:
 
     for name in (
         *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "NemotronH"),
-        *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss", "Ernie4_5", "Glm", "Glm4"),
+        *(
+            "Mistral",
+            "Ministral3",
+            "Glm4Moe",
+            "HYV3",
+            "MiniMaxM2",
+            "Phi3",
+            "SeedOss",
+            "Ernie4_5",
+            "Ernie4_5_Moe",
+            "Glm",
+            "Glm4",
+        ),
     ):
         text = "Text" if name.startswith("Qwen3_5") else ""
         config = getattr(transformers, f"{name}{text}Config")().to_dict()
@@ -703,7 +715,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for() -> None:
         *("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "NemotronH"),
         *("Mistral", "Ministral3", "Glm4Moe", "HYV3", "MiniMaxM2", "Phi3", "SeedOss", "GptOss", "Gemma3Text"),
         *("Gemma4Text", "Gemma4UnifiedText", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoe", "GraniteMoeHybrid"),
-        *("Ernie4_5", "Glm", "Glm4"),
+        *("Ernie4_5", "Ernie4_5_Moe", "Glm", "Glm4"),
     ):
         kind = getattr(transformers, f"{name}Config")
         of_head = {"head_dim": 128} if name == "Glm4Moe" else {}  # whose default head rotates an odd number of dims

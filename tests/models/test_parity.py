@@ -269,6 +269,12 @@ MODELS |= {
         "Ernie4_5",
         NARROW | {"num_key_value_heads": 1, "head_dim": 10, "use_bias": True, "rope_parameters": DEFAULT},
     ),
+    "ernie45moe": (
+        "Ernie4_5_Moe",
+        {key: value for key, value in NARROW.items() if key != "head_dim"}
+        | {"num_hidden_layers": 3, "num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 3}
+        | {"moe_intermediate_size": 12, "moe_layer_start_index": 1, "rope_parameters": DEFAULT},
+    ),
     "glm": ("Glm", NARROW | {"num_key_value_heads": 4, "attention_bias": False, "rope_parameters": HALF}),
     "glm4": ("Glm4", NARROW | {"num_key_value_heads": 2, "rope_parameters": HALF}),
 }

@@ -5,6 +5,7 @@ latter that ask for what is not there.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,26 @@ def their_router(family: str, routing: SigmoidRouting) -> Any:
     torch.nn.init.normal_(made.weight)
     torch.nn.init.normal_(made.e_score_correction_bias, std=0.3)
     return made
+
+
+@torch.inference_mode()
+def test_a_softmax_with_a_bias_for_the_choice() -> None:
+    from transformers import Ernie4_5_MoeConfig
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+
+    torch.manual_seed(1)
+    theirs = Ernie4_5_MoeTopKRouter(Ernie4_5_MoeConfig(hidden_size=HIDDEN, moe_num_experts=EXPERTS, moe_k=5))
+    bias = theirs.moe_statics.e_score_correction_bias
+    torch.nn.init.normal_(theirs.weight, std=0.3)
+    torch.nn.init.normal_(bias, std=0.1)
+    x, real, routing = torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, dtype=torch.bool), SigmoidRouting(5, True)
+    _, expected, ids = theirs(x)
+    logits = reference_kernels().router_logits(x, Weight.of(theirs.weight))
+    found = reference_kernels().route_sigmoid(logits, bias[0], replace(routing, softmax=True), HERE, real)
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(found[1].long(), ids)
+    plain = logits.topk(5).indices
+    assert bool((plain.sort(-1).values != ids.sort(-1).values).any()), "the bias decides"
 
 
 @pytest.mark.parametrize("family", ["deepseek", "nemotron"])

@@ -27,6 +27,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True}
     | {"partial_rotary_factor": 0.4, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 1},
     "ernie": _PLAIN | {"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True, "head_dim": 16},
+    "ernie-moe": _PLAIN
+    | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16}
+    | {"head_dim": 16},
     "glm-4-2024": _PLAIN | {"architectures": ["GlmForCausalLM"], "head_dim": 16},
     "glm-4": _PLAIN | {"architectures": ["Glm4ForCausalLM"], "attention_bias": True, "head_dim": 16},
     "hy3": _SPARSE | {"architectures": ["HYV3ForCausalLM"], "num_experts": 8},

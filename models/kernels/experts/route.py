@@ -104,11 +104,18 @@ def _route_kernel(
 
 
 @triton.jit
+def _score(logits, most, total, SOFTMAX: tl.constexpr):
+    """``most``, ``total``: the largest logit, and the sum of exp(logit - most), where SOFTMAX."""
+    return tl.exp(logits - most) / total if SOFTMAX else tl.sigmoid(logits)
+
+
+@triton.jit
 def _route_sigmoid_kernel(
     logits_ptr,  # float32
     bias_ptr, local_ptr, real_ptr, weights_ptr, chosen_ptr, load_ptr, scale, E,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, COUNT: tl.constexpr,
+    SOFTMAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     ids, choices = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
@@ -118,7 +125,12 @@ def _route_sigmoid_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row_ptr = logits_ptr + token.to(tl.int64) * E
-    scores = tl.sigmoid(tl.load(row_ptr + ids, mask=ids < E, other=0.0))
+    logits = tl.load(row_ptr + ids, mask=ids < E, other=none if SOFTMAX else 0.0)
+    most, total = 0.0, 1.0
+    if SOFTMAX:
+        most = tl.max(logits, 0)
+        total = tl.sum(tl.exp(logits - most), 0)
+    scores = _score(logits, most, total, SOFTMAX)
     # A token of NaN gets the first experts with NaN weights. Padding, and what is not open or left, has -inf.
     ranked = tl.where(scores == scores, scores + bias, 0.0)
     left = tl.where(ids < E, ranked, none)
@@ -136,7 +148,7 @@ def _route_sigmoid_kernel(
             sums = tl.where(group_ids == best_group, none, sums)
         left = tl.where(is_open == 1, left, none)
     chosen = _best_of(left, ids, choices, CHOICES, BLOCK_C, BLOCK_E)
-    weights = tl.where(choices < CHOICES, tl.sigmoid(tl.load(row_ptr + chosen)), 0.0)
+    weights = tl.where(choices < CHOICES, _score(tl.load(row_ptr + chosen), most, total, SOFTMAX), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     everyone = choices >= CHOICES
@@ -206,8 +218,8 @@ def route_sigmoid(
         local_E if load_E is None else load_E, routing.scale, experts,
         CHOICES=routing.choices, SHARED=routing.shared, BLOCK_C=triton.next_power_of_2(columns), BLOCK_E=block,
         GROUPS=routing.groups, BLOCK_G=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
-        RENORMALISE=routing.renormalise, COUNT=load_E is not None, PDL=pdl, num_warps=max(1, min(4, block // 512)),
-        launch_pdl=pdl,
+        RENORMALISE=routing.renormalise, COUNT=load_E is not None, SOFTMAX=routing.softmax, PDL=pdl,
+        num_warps=max(1, min(4, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return weights_TC, local_TC
 

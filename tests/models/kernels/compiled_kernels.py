@@ -330,7 +330,8 @@ def without_a_gate(driver: CompilingDriver) -> None:
     for groups in (1, 8):
         driver.where = f"sigmoid router, {groups} groups"
         logits, numbers = torch.empty(9, count, device=META), torch.empty(count, dtype=torch.int32, device=META)
-        routing, real = SigmoidRouting(choices, True, groups, max(1, groups // 2), 2.5), logits[:, 0] > 0
+        routing = SigmoidRouting(choices, True, groups, max(1, groups // 2), 2.5, softmax=groups == 1)
+        real = logits[:, 0] > 0
         nvidia_kernels(META).route_sigmoid(logits, logits[0], routing, numbers, real, numbers.long())
 
 

@@ -152,7 +152,7 @@ def main() -> None:
     check_route(12, 5, True, count=False, scaled=True)
     for experts, count in product((16, 24), (True, False)):
         for groups, top_groups, renormalise in ((1, 1, True), (4, 2, False), (8, 3, True), (2, 2, True)):
-            routing = SigmoidRouting(5, renormalise, groups, top_groups, 2.5, shared=groups % 3)
+            routing = SigmoidRouting(5, renormalise, groups, top_groups, 2.5, shared=groups % 3, softmax=groups == 8)
             check_route_sigmoid(experts, routing, count)
     check_broken_token()
     for shape in [(1, 3, 4), (40, 3, 7), (50, 2, 2), (5000, 2, 3)]:
