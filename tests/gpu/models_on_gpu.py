@@ -132,6 +132,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "top_k_experts": 6,
         "moe_intermediate_size": 128,
     },
+    "glm4-128": {**_COMMON, "architectures": ["Glm4ForCausalLM"], "head_dim": 128},
+    "ernie-128": {
+        **_COMMON,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "head_dim": 128,
+        "moe_num_experts": 6,
+        "moe_k": 6,
+        "moe_intermediate_size": 128,
+    },
     "phi-32": {**_COMMON, "architectures": ["Phi3ForCausalLM"]},
     "qwen3-80-mqa": {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "head_dim": 80, "num_key_value_heads": 1},
 }
