@@ -72,7 +72,7 @@ def test_this_machine_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(parsed(DoctorCommand, ["doctor", "--no-measure"]), {}) == 0
     said = capsys.readouterr().out
     assert "two processes agree in" in said
-    assert "supported architectures: Gemma3ForCausalLM, " in said
+    assert "supported architectures: Ernie4_5ForCausalLM, " in said
     assert said.splitlines()[-1].startswith(("Everything is as it should be", "The runtime can run here"))
 
 
