@@ -19,11 +19,11 @@ from models.inputs import DecodeAttention, MixedAttention, PrefillAttention, Ste
 from models.kernels.interface import PLAIN, AttentionKind, Rotation
 from models.kv_group import Planes, keys_and_values
 from models.layers.context import ModelContext
-from models.layers.mixer import Mixer
+from models.layers.mixer import Mixer, Part
 from models.layers.norm import ResidualAdd, RMSNorm
 from models.layers.qkv_edit import NormsOverHeads
 from parallel.comm.collectives import PendingAllReduce
-from parallel.comm.quantised import Quantised
+from parallel.comm.quantised import Activations, Quantised
 from parallel.layers.linear import GatedQKVParallel, QKVParallel, RowParallel
 from parallel.layers.shard import HeadShard, Shard, ShardedModule, along_rows
 from parallel.layers.weight import Weight
@@ -120,35 +120,40 @@ class Attention(Mixer[Tensor]):
             by_query = scales_2K.repeat_interleave(self.heads // self.kv_heads, 1)[:, :, None]
             self.kv_factors_2K, (self.key_scales_H1, self.value_scales_H1) = scales_2K.reciprocal(), by_query
 
-    def forward(
-        self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None, inputs: StepInputs, kv_layer: Tensor,
-        wanted_R: Tensor | None = None,
-    ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
-        if wanted_R is not None and inputs.last_attention is not None and self.edit is None:
-            return self._forward_wanted(x_TN, residual_TN, inputs, kv_layer, wanted_R, inputs.last_attention)
-        qkv_TX, residual_TN = self.norm.add_linear(x_TN, residual_TN, self.qkv.weight)
+    def parts(self, inputs: StepInputs, kv_layer: Tensor, wanted_R: Tensor | None = None) -> Iterator[Part]:
+        last = inputs.last_attention
+        if wanted_R is not None and last is not None and self.edit is None:
+            yield lambda x, residual: self._forward_wanted(x, residual, inputs, kv_layer, wanted_R, last)
+            return
+        yield lambda x, residual: self.norm.add_linear(x, residual, self.qkv.weight)
+        attention = inputs.attention
+        if self.output_gate or isinstance(attention, DecodeAttention):
+            yield lambda qkv, residual: (self._attend(qkv, inputs, kv_layer, codes=wanted_R is None), residual)
+        else:
+            yield lambda qkv, residual: (
+                self._rotate(self._edited(qkv, inputs), kv_layer, self._of_step(inputs)),
+                residual,
+            )
+            yield lambda q, residual: (self._attend_chunks(q, attention, kv_layer).flatten(1), residual)
+        if wanted_R is not None:
+            yield lambda out, residual: (out.index_select(0, wanted_R), residual.index_select(0, wanted_R))
+        yield lambda out, residual: (self.output(out), residual)
+
+    def _attend(self, qkv_TX: Tensor, inputs: StepInputs, kv_layer: Tensor, *, codes: bool) -> Activations:
+        """[T, H * D], of decode rows, or with a gate; ``codes``: as the output projection reads them."""
         qkv_TX, gate_TX = self._without_gate(qkv_TX)
-        if self.edit is not None:
-            qkv_TX = self.edit(qkv_TX, inputs.positions_T)
-        rotation, attention = self._rotation(inputs.positions_T, inputs.kv_slots_T), inputs.attention
-        into = None
-        if wanted_R is None and (gate_TX is not None or isinstance(attention, DecodeAttention)):
-            into = self._room_for_codes(len(qkv_TX), qkv_TX.dtype)
+        qkv_TX, rotation, attention = self._edited(qkv_TX, inputs), self._of_step(inputs), inputs.attention
+        into = self._room_for_codes(len(qkv_TX), qkv_TX.dtype) if codes else None
         if isinstance(attention, DecodeAttention):
             out_THD = self._attend_rows(qkv_TX, rotation, attention, kv_layer, None if gate_TX is not None else into)
         else:
-            q_THD = self._rotate(qkv_TX, kv_layer, rotation)
-            del qkv_TX  # the widest tensor of a large step is not needed with the result, unless it has gates
-            out_THD = self._attend_chunks(q_THD, attention, kv_layer)
-            del q_THD
+            out_THD = self._attend_chunks(self._rotate(qkv_TX, kv_layer, rotation), attention, kv_layer)
         if gate_TX is not None:
             out_THD = self.kernels.sigmoid_mul(out_THD.flatten(1), gate_TX, into=into)
-        if into is not None:
-            return self.output(into), residual_TN
-        out_TX = out_THD.flatten(1)
-        if wanted_R is not None:
-            out_TX, residual_TN = out_TX.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
-        return self.output(out_TX), residual_TN
+        return into or out_THD.flatten(1)
+
+    def _edited(self, qkv_TX: Tensor, inputs: StepInputs) -> Tensor:
+        return qkv_TX if self.edit is None else self.edit(qkv_TX, inputs.positions_T)
 
     def _without_gate(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor | None]:
         """(packed q | k | v, gates), columns of what the projection made; None where there are no gates."""
@@ -166,7 +171,7 @@ class Attention(Mixer[Tensor]):
         hidden_TN, residual_TN = self.norm.add(x_TN, residual_TN)
         # Few and small: before the products, so that none is the launch right before one that may begin early.
         hidden_RN, residual_RN = hidden_TN.index_select(0, wanted_R), residual_TN.index_select(0, wanted_R)
-        everywhere = self._rotation(inputs.positions_T, inputs.kv_slots_T)
+        everywhere = self._of_step(inputs)
         positions_R = inputs.positions_T.index_select(0, wanted_R)
         if kernels.batch_invariant.get("linear", False):  # promised of whole weights: some rows may be summed otherwise
             qkv_TX, gate_RX = self._without_gate(kernels.linear(hidden_TN, weight))
@@ -222,6 +227,9 @@ class Attention(Mixer[Tensor]):
     def _scaled(self, out_THD: Tensor) -> Tensor:
         """Sums of values, times the values' scale."""
         return out_THD if self.kv_factors_2K is None else (out_THD * self.value_scales_H1).to(out_THD.dtype)
+
+    def _of_step(self, inputs: StepInputs) -> Rotation:
+        return self._rotation(inputs.positions_T, inputs.kv_slots_T)
 
     def _rotation(self, positions_T: Tensor, kv_slots_T: Tensor) -> Rotation:
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))

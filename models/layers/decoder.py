@@ -8,7 +8,7 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from models.layers.attention import Attention
 from models.layers.checkpoint_parts import CheckpointParts
 from models.layers.context import ModelContext
 from models.layers.layer_tap import LayerTap
-from models.layers.mixer import Mixer
+from models.layers.mixer import Mixer, Part
 from models.layers.mlp import GatedMLP, Relu2MLP
 from models.layers.moe import SparseMLP
 from models.layers.norm import RMSNorm
@@ -32,8 +32,6 @@ from parallel.comm.collectives import GroupCollectives, PendingAllReduce
 from parallel.layers.embedding import LMHead, VocabParallelEmbedding, gather_logits
 from parallel.layers.shard import Shard, ShardedModule, VocabShard, whole
 
-# Of (x, residual), the latter None where there is none: both again, with what this half of a layer adds as the new x.
-Half = Callable[[Tensor | PendingAllReduce, Tensor | None], tuple[Tensor | PendingAllReduce, Tensor]]
 MTPLayout = Literal["mtp", "nextn", "blocks"]  # as Qwen3-Next's, DeepSeek-V3's and Nemotron-H's checkpoints have it
 
 
@@ -66,20 +64,24 @@ class DecoderLayer(nn.Module):
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``wanted_R``: the tokens whose results are read; None means all. Only a mixer can leave tokens out."""
-        for half in self.halves(inputs, cache, wanted_R):
-            x_TN, residual_TN = half(x_TN, residual_TN)
+        for part in self.parts(inputs, cache, wanted_R):
+            x_TN, residual_TN = part(x_TN, residual_TN)
         return x_TN, cast(Tensor, residual_TN)
 
-    def halves(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Half]:
-        """What ``forward`` calls one after the other: a caller of the parts holds no ``x`` that is no longer needed."""
+    def parts(self, inputs: StepInputs, cache: CacheView, wanted_R: Tensor | None = None) -> Iterator[Part]:
+        """As Mixer.parts."""
         if (mixer := self.mixer) is not None:
-            yield _before(self.mixer_post, lambda x_TN, residual_TN: mixer(x_TN, residual_TN, inputs, cache, wanted_R))
+            yield from mixer.parts(inputs, cache, wanted_R)
+            if (post := self.mixer_post) is not None:
+                yield lambda x_TN, residual_TN: (post.add(x_TN, None)[0], residual_TN)
         if isinstance(mlp := self.mlp, SparseMLP):
             real_T = cast(Tensor, inputs.real_T)  # Decoder.forward has filled it in
             real_T = real_T if wanted_R is None else real_T.index_select(0, wanted_R)
-            yield _before(self.mlp_post, lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows))
+            yield lambda x_TN, residual_TN: mlp(x_TN, residual_TN, real_T, inputs.exchange_rows)
         elif mlp is not None:
-            yield _before(self.mlp_post, mlp)
+            yield mlp
+        if (after := self.mlp_post) is not None:
+            yield lambda x_TN, residual_TN: (after.add(x_TN, None)[0], residual_TN)
         if self.scalar is not None:
             yield self.scalar
 
@@ -97,18 +99,6 @@ class LayerScalar(ShardedModule):
 
     def shards(self) -> dict[str, Shard]:
         return {"layer_scalar": whole(self.scalar_1, centre=1.0)}
-
-
-def _before(post: RMSNorm | None, half: Half) -> Half:
-    """``half``, and then the norm of what it adds."""
-    if post is None:
-        return half
-
-    def normed(x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
-        x_TN, residual_TN = half(x_TN, residual_TN)
-        return post.add(x_TN, None)[0], residual_TN
-
-    return normed
 
 
 class Decoder(CheckpointParts):
@@ -198,8 +188,8 @@ class Decoder(CheckpointParts):
             # A layer's first norm adds up the stream that the layer before it left.
             before = None if tap is None else partial(tap.take, number - 1)
             step = planned.get(self._alike[number], inputs)
-            for half in cast(DecoderLayer, self.layers[number]).halves(step, caches[number], last_R):
-                x_TN, residual_TN = half(x_TN, residual_TN)
+            for part in cast(DecoderLayer, self.layers[number]).parts(step, caches[number], last_R):
+                x_TN, residual_TN = part(x_TN, residual_TN)
                 if before is not None:
                     before(residual_TN)
                     before = None

@@ -7,8 +7,9 @@ Shape letters as in models/inputs.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +17,8 @@ from models.cache_layout import CacheView, LayerCache
 from models.inputs import StateRows, StepInputs, Undecided
 from parallel.comm.collectives import PendingAllReduce
 
+# Of (x, residual), the latter None where there is none: both again, with what it makes of the former as the new x.
+Part = Callable[[Any, Any], tuple[Any, Any]]
 View = TypeVar("View", bound=CacheView)
 
 
@@ -60,3 +63,8 @@ class Mixer(nn.Module, Generic[View]):
         Both results are [R, N] where only some tokens are ``wanted``; all of them update ``cache``.
         """
         raise NotImplementedError
+
+    def parts(self, inputs: StepInputs, cache: View, wanted_R: Tensor | None = None) -> Iterator[Part]:
+        """``forward``; or instead of it what is called one after the other, so that a caller holds no ``x`` which is no
+        longer needed: it takes memory in large steps."""
+        yield lambda x, residual: self(x, residual, inputs, cache, wanted_R)

@@ -1,14 +1,20 @@
-"""Rehearsals before captures run one layer of each kind: which ones, and that nothing else changes."""
+"""Rehearsals before captures run one layer of each kind: which ones, and that nothing else changes. What large steps
+hold meanwhile."""
 
 from __future__ import annotations
+
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models.layers.decoder import Decoder, Half
+from models.layers.decoder import Decoder
+from models.layers.mixer import Part
 from models.row_buckets import LARGE_STEP
 from parallel.comm.collectives import PendingAllReduce
+from tests.models.kernels.paged_driver import PagedDriver
 from tests.models.test_config import tiny
 from tests.models.tiny_checkpoint import build
 
@@ -22,7 +28,7 @@ def called(model: Decoder) -> list[int]:
             super().__init__()
             self.number = number
 
-        def halves(self, *rest: object) -> list[Half]:
+        def parts(self, *rest: object) -> list[Part]:
             return [self.said]
 
         def said(self, x_TN: Tensor | PendingAllReduce, residual_TN: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,3 +86,33 @@ def test_slices_of_a_large_step() -> None:
         assert size <= LARGE_STEP
         assert size % 128 == 0
         assert -(-rows // size) == -(-rows // LARGE_STEP), "no more slices than needed"
+
+
+def test_attention_holds_no_activation_that_was_read_for_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large step each takes 64 MiB and more of the memory that graphs share."""
+    model, held = build(tiny(num_hidden_layers=3)), list[list[str]]()
+    made: dict[str, weakref.ref[Tensor]] = {}
+
+    def watch(op: str, argument: int, name: str) -> None:
+        run = getattr(model.kernels, op)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            held.append([name for name, tensor in made.items() if tensor() is not None])
+            made[name] = weakref.ref(given[argument])
+            return run(*given, **named)
+
+        monkeypatch.setattr(model.kernels, op, watched)
+
+    watch("rope_and_cache", 0, "qkv")
+    watch("prefill_attention", 0, "q")
+    driver = PagedDriver(model, 4)
+    for layer in model.layers:
+        add_linear = layer.mixer.norm.add_linear  # type: ignore[union-attr]
+
+        def watched(x_TN: Tensor, *given: Any, run: Any = add_linear, **named: Any) -> Any:
+            made["x"] = weakref.ref(x_TN)
+            return run(x_TN, *given, **named)
+
+        monkeypatch.setattr(layer.mixer.norm, "add_linear", watched)
+    driver.generate([[1, 2, 3]], 1)
+    assert held == [["x"], ["x"]] + [[]] * 4, "the first layer's x is the stream"
