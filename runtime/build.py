@@ -43,6 +43,7 @@ from runtime.execute.step.memory import ExecutorConfig
 from runtime.frontend.tokenizer import tokenizer_json
 from runtime.gc_freeze import freeze_heap
 from runtime.grammar import Grammars
+from runtime.grammar_check import GrammarChecker
 from runtime.grammar_tables.maker import TableMaker
 from runtime.groups.expert_placement import expert_split, load_report
 from runtime.groups.load_balancer import LoadBalancer
@@ -201,7 +202,9 @@ def _grammars(config: EngineConfig, served: ServedModel, *, leads: bool) -> Gram
     if not Path(config.model, "tokenizer.json").is_file():
         grammars.places = 0
     elif leads:
-        grammars.maker = TableMaker(*of)
+        grammars.maker, grammars.checker = TableMaker(*of), (checker := GrammarChecker(*of))
+        if config.device == "cuda":
+            checker.start()
     if config.device == "cuda":
         grammars.warm()  # in a thread; else the first request with a grammar would wait for it
     return grammars

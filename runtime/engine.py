@@ -129,9 +129,9 @@ class Engine:
         self._in_flight: dict[int, InFlight] = {}  # by step, oldest first
         self.observe.in_flight = self._in_flight
         self._outbox = open_pending_events(config)
-        self._held = HeldArrivals(
-            self._outbox.put, control.world, max(LEAST_HELD, config.data_parallel * config.max_num_seqs)
-        )
+        checker = None if executor.grammars is None else executor.grammars.checker
+        most = max(LEAST_HELD, config.data_parallel * config.max_num_seqs)
+        self._held = HeldArrivals(self._outbox.put, control.world, most, checker)
         self._compiling: dict[int, Future[Any]] = {}  # grammars, by number
         self._texts: dict[int, str] = {}  # of those that were compiled
         self._announced: deque[list[Event]] = deque()  # the leader's records that are not agreed yet, oldest first
@@ -187,7 +187,7 @@ class Engine:
         payload = b""
         if self._tables_due:
             self._announce_tables()
-        if self._compiling or self._held.reports_due:
+        if self._compiling or self._held.expects:
             self._report_grammars()
         if self._outbox.count:
             self._announced.append(self._outbox.portion())
@@ -209,16 +209,17 @@ class Engine:
                     for number in event.dropped:
                         grammars.drop(self._texts.pop(number))
                     self._texts[event.number] = event.grammar
-                    self._compiling[event.number] = grammars.begin(event.grammar)
+                    self._compiling[event.number] = grammars.begin(event.grammar, event.regular)
         return ended
 
     def _report_grammars(self) -> None:
-        """Report which grammars this rank has compiled; the leader reads all reports, and admits who waits for them."""
+        """Report which grammars this rank has compiled; the leader reads all reports, and admits requests by them."""
         own = reports(self._compiling)
         if not self.is_leader:
             for report in own:
                 self.control.send_message(report)
             return
+        self._held.read_verdicts()
         others = self.control.take_messages() if self._router is None else self._router.take_reports()
         for rank, report in [(0, report) for report in own] + others:
             self._held.reported(rank, report)

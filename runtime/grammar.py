@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,13 +24,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.grammar_tables.automaton import known
 from runtime.grammar_tables.lark import unforced
 from runtime.grammar_tables.token_table import TokenTable
 from runtime.schedule.request import Request, SamplingParams
 from runtime.schedule.tables import PLACES
 
-MOST_CHECKED: Final = 64  # grammars whose verdict a front end keeps, the latest ones
 MASK_THREADS: Final = 8  # at most, that compute masks of several rows
 REPLICAS: Final = 4  # of a compiled grammar: copies of one matcher wait for each other
 WORD_BITS: Final = 32
@@ -85,27 +82,29 @@ class MakesTables(Protocol):
     def close(self) -> None: ...
 
 
+class ChecksGrammars(Protocol):
+    """grammar_check.py"""
+
+    def ask(self, number: int, grammar: str) -> None: ...
+    def verdicts(self) -> Sequence[tuple[int, bool, str]]: ...
+    def close(self) -> None: ...
+
+
 class Grammars:
     """Compiles grammars over one tokenizer. ``tokenizer_json`` returns the text of its tokenizer.json, None if there is
-    none; it is called once, when the first grammar comes. ``vocab_size``: of the model. ``keeps``: for matchers; front
-    ends only check, and drop up to 35 MB of each. Safe in any thread.
+    none; it is called once, when the first grammar comes. ``vocab_size``: of the model. Safe in any thread.
 
-    ``tables``: those that all ranks hold, by Request.table_key. ``maker``: on the rank that makes them."""
+    ``tables``: those that all ranks hold, by Request.table_key. ``maker``, ``checker``: of rank 0."""
 
-    def __init__(
-        self,
-        tokenizer_json: Callable[[], str | None],
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        keeps: bool = True,
-    ) -> None:
-        self.vocab_size, self.eos_token_ids, self._keeps = vocab_size, tuple(eos_token_ids), keeps
+    def __init__(self, tokenizer_json: Callable[[], str | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
         self.counters = GrammarCounters()
         self.tables: dict[bytes, TokenTable] = {}
         self.maker: MakesTables | None = None
+        self.checker: ChecksGrammars | None = None
         self.places = PLACES  # on the device, for tables; 0: requests have no grammars
         self._tokenizer_json = tokenizer_json
-        self._compiled: OrderedDict[str, Future[_Compiled | None]] = OrderedDict()
+        self._compiled: dict[str, Future[_Compiled]] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -129,13 +128,12 @@ class Grammars:
         except BaseException as error:  # the library raises plain ones, or panics
             raise GrammarError(f"structured output is not possible with this tokenizer: {error}") from error
 
-    def begin(self, grammar: str) -> Future[_Compiled | None]:
-        """Compile it in another thread. The future raises GrammarError for one that cannot be used."""
+    def begin(self, grammar: str, regular: bool) -> Future[_Compiled]:
+        """Compile it in another thread. ``regular``: its text is never forced, as in its table. The future raises
+        GrammarError for one that cannot be used."""
         with self._lock:
-            future = self._compiled.pop(grammar, None) or self._threads.submit(self._compile, grammar)
-            self._compiled[grammar] = future
-            if len(self._compiled) > MOST_CHECKED and not self._keeps:
-                self._compiled.popitem(last=False)
+            if (future := self._compiled.get(grammar)) is None:
+                future = self._compiled[grammar] = self._threads.submit(self._compile, grammar, regular)
         return future
 
     def drop(self, grammar: str) -> None:
@@ -145,21 +143,16 @@ class Grammars:
 
     def warm(self) -> None:
         """Begin to build what all grammars share; without llguidance nothing happens."""
-        self.begin('start: "a"')
+        self.begin('start: "a"', regular=False)
 
-    def check(self, grammar: str) -> None:
-        """Raises GrammarError if it cannot be used. Waits until it is compiled."""
-        self.begin(grammar).result()
-
-    def _compile(self, grammar: str) -> _Compiled | None:
-        began, regular = perf_counter(), known(grammar)
+    def _compile(self, grammar: str, regular: bool) -> _Compiled:
+        began = perf_counter()
         written = unforced(grammar) if regular else grammar
         try:
-            found = _Compiled(written, [self._compiled_matcher(written)], spare=0 if regular else REPLICAS - 1)
+            return _Compiled(written, [self._compiled_matcher(written)], spare=0 if regular else REPLICAS - 1)
         finally:
             self.counters.grammar_compiles += 1
             self.counters.grammar_compile_seconds += perf_counter() - began
-        return found if self._keeps else None
 
     def _compiled_matcher(self, written: str) -> Any:
         matcher = _matcher(self._tokens, written)
@@ -170,11 +163,9 @@ class Grammars:
             raise GrammarError(" ".join(why.split()))
         return matcher
 
-    def _copy(self, found: _Compiled | None) -> Any:
+    def _copy(self, found: _Compiled) -> Any:
         """A matcher at the beginning. From the second use on there are more to copy, which do not keep others waiting
         that are to be compiled for the first time."""
-        if found is None:
-            return None
         found.copies += 1
         if found.copies > 1 and found.spare:
             found.spare -= 1
@@ -234,8 +225,9 @@ class Grammars:
 
     def close(self) -> None:
         """End threads and processes."""
-        if self.maker is not None:
-            self.maker.close()
+        for process in (self.maker, self.checker):
+            if process is not None:
+                process.close()
         if (threads := self.__dict__.pop("_threads", None)) is not None:
             threads.shutdown(cancel_futures=True)
 

@@ -59,10 +59,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/execute",),
         ("runtime/client_socket.py", "runtime/config.py", "runtime/gc_freeze.py", "runtime/plan_late.py"),
         ("runtime/speculative_config.py",),
-        ("runtime/grammar_tables/maker.py",),
+        ("runtime/grammar_check.py", "runtime/grammar_tables/maker.py"),
         ("runtime/grammar.py",),
         ("runtime/grammar_tables",),
-        ("runtime/schedule", "runtime/number_text.py"),
+        ("runtime/schedule", "runtime/number_text.py", "runtime/helper_process.py"),
     ),
     "models": (
         ("models/expert_load.py",),

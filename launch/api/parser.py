@@ -45,10 +45,9 @@ from runtime.frontend.engine_protocol import ModelFacts
 from runtime.frontend.output_processor import drawn_seed
 from runtime.frontend.prompt_text import bad_words_token_ids, prompt_ids
 from runtime.frontend.structured import after_reasoning
-from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import (
     RequestError,
-    checked_grammar,
     checked_priority,
     checked_prompt,
     checked_sampling,
@@ -147,7 +146,6 @@ class RequestParser:
         self._base_seed = base_seed
         self._model_name = model_name
         self._reasoning = reasoning
-        self._grammars = grammars_of(tokenizer, model.vocab_size, model.eos_token_ids)
         self._decode_peek = msgspec.json.Decoder(LinePeek).decode
 
     def peek(self, number: int, data: bytes) -> Peeked:
@@ -253,10 +251,6 @@ class RequestParser:
             grammar = after_reasoning(grammar, self._reasoning, prompts[0].text or "", added_tokens(self._tokenizer))
         said = replace(said, grammar=grammar)
         sampling = checked_sampling(said, self._model.vocab_size)
-        try:
-            checked_grammar(sampling, self._grammars)
-        except RequestError as error:
-            raise as_sent(error, fields) from None
         stop_ids_of(sampling, self._model.eos_token_ids)
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model folder has no tokenizer.json")

@@ -40,7 +40,8 @@ def answer_row(
     """
     failed = next((output.failed for output in outputs if output.failed is not None), None)
     if failed is not None:
-        code = "rejected" if failed.finish_reason is FinishReason.REJECTED else "engine_error"
+        refused = failed.finish_reason is FinishReason.REJECTED or request.sampling.grammar
+        code = "rejected" if refused else "engine_error"
         message = failed.detail or f"the request ended with {failed.finish_reason.label}"
         return error_row(BadLine(request.line, request.id, request.form, code, message))
     if request.form is Form.SIMPLE:

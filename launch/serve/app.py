@@ -213,7 +213,6 @@ class ServeApp:
         arrived_at = time.monotonic()
         self._refuse_unless_serving()
         asked = await self._take(request, read)
-        await self._requests().compiled(asked)
         stats, waiting = self.engine.stats, len(asked.sequences)
         if stats is not None and stats.full and waiting:
             raise self._rejected("queue full: too many requests wait already", "queue_full")

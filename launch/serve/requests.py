@@ -8,7 +8,6 @@ A long prompt takes long to tokenise: what makes a request may be called in a wo
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from runtime.frontend.chat_template import ChatTemplate, ChatTemplateError
 from runtime.frontend.prompt_text import WIDEST_TOKEN, PromptTooLong, bad_words_token_ids, prompt_ids
 from runtime.frontend.remote_engine import SequenceRequest
 from runtime.frontend.serve_messages import Ready
-from runtime.frontend.tokenizer import Tokenizer, added_tokens, grammars_of
+from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import (
     RequestError,
     checked_priority,
@@ -49,7 +48,6 @@ from runtime.frontend.validation import (
     checked_sampling,
     stop_ids_of,
 )
-from runtime.grammar import GrammarError
 from runtime.schedule.request import SamplingParams
 
 MOST_TOKENS = 1 << 18  # at least, of a text that need not fit: one that is cut, or only tokenised
@@ -107,18 +105,7 @@ class RequestBuilder:
         self._settings = settings
         self._ready = ready
         self._tokenizer = tokenizer
-        self._grammars = grammars_of(tokenizer, ready.vocab_size, ready.eos_token_ids)
         self._chat = chat
-        self._grammars.warm()  # which may take a second, during which nothing else runs in this process
-
-    async def compiled(self, asked: Asked) -> None:
-        """Waits for the grammar of its answers, which may take as long. Raises ApiError for one that cannot be used."""
-        if not (grammar := asked.sampling.grammar):
-            return
-        try:  # shielded: other requests may wait for the same one
-            await asyncio.shield(asyncio.wrap_future(self._grammars.begin(grammar)))
-        except GrammarError as error:
-            raise bad_request(f"{asked.grammar_field}: {error}", asked.grammar_field) from None
 
     def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError."""

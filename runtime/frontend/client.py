@@ -29,11 +29,10 @@ from runtime.frontend.engine_protocol import EngineProtocol
 from runtime.frontend.output_processor import OutputProcessor, drawn_seed
 from runtime.frontend.outputs import Delta, RequestOutput
 from runtime.frontend.prompt_text import prompt_ids
-from runtime.frontend.tokenizer import Tokenizer, grammars_of
+from runtime.frontend.tokenizer import Tokenizer
 from runtime.frontend.validation import (
     CheckedRequest,
     RequestError,
-    checked_grammar,
     checked_priority,
     checked_prompt,
     checked_sampling,
@@ -148,7 +147,6 @@ class EngineClient:
         self.concurrency = concurrency
         self.capacity = capacity_of(engine) if concurrency is None else concurrency
         self._model = engine.model_config
-        self._grammars = grammars_of(tokenizer, self._model.vocab_size, self._model.eos_token_ids)
         self._clock = clock
         self._outputs = OutputProcessor(self.tokenizer, clock)
         self._waiting: dict[int, CheckedRequest] = {}  # by its first answer's id: not with the engine yet
@@ -174,7 +172,6 @@ class EngineClient:
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and there is none")
         stops = stop_ids_of(sampling, model.eos_token_ids)
-        checked_grammar(sampling, self._grammars)
         sampling = fitted(sampling, len(prompt), model)
         return PreparedPrompt(request, prompt, sampling, stops, checked_priority(request.priority))
 

@@ -15,7 +15,6 @@ from typing import Final
 import tokenizers
 
 from runtime.frontend.tokenizer_files import TokenizerError, TokenizerFiles
-from runtime.grammar import Grammars
 
 _REPLACEMENT: Final = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 _CONTEXT_TOKENS: Final = 6  # the end of the prompt, enough to show whether an answer starts with a space
@@ -200,11 +199,6 @@ def tokenizer_json(folder: str | Path) -> str | None:
 def added_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
     """Ids of the tokens that no other tokens spell."""
     return {} if tokenizer is None else {text: i for i, text in tokenizer.added_ids.items()}
-
-
-def grammars_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """Grammars over a tokenizer, for a model's ids: to check them."""
-    return Grammars(lambda: None if tokenizer is None else tokenizer.to_json(), vocab_size, eos_token_ids, keeps=False)
 
 
 class ByteDetokenizer:

@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import Any, Final
 
 from runtime.frontend.engine_protocol import ModelFacts
-from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import (
     ABOVE_0,
     MAX_BAD_WORD_TOKENS,
@@ -172,16 +171,6 @@ def checked_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParam
         error.field = name
         raise
     return replace(sampling, **plain)
-
-
-def checked_grammar(sampling: SamplingParams, grammars: Grammars) -> None:
-    """Compiles its grammar, if it has one. Raises RequestError for one that cannot be used, or that takes too much
-    work."""
-    if sampling.grammar:
-        try:
-            grammars.check(sampling.grammar)
-        except GrammarError as error:
-            raise RequestError(str(error), "grammar") from None
 
 
 def fitted(sampling: SamplingParams, prompt_tokens: int, model: ModelFacts) -> SamplingParams:

@@ -145,6 +145,7 @@ class _Tabled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class _Compile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
     number: _Id
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)]
+    regular: bool
     dropped: tuple[_Id, ...]
 
 

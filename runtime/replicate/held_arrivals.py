@@ -1,6 +1,7 @@
 """Requests with grammars, held on rank 0 until all ranks have compiled them, so that no step waits for a compiler.
 
-Knows: which grammars ranks were asked to compile (event ``Compile``), which rank has reported, which requests use one.
+Knows: which grammars rank 0's process has checked, which ones ranks were asked to compile (event ``Compile``), which
+rank has reported, which requests use one.
 Does not know: how a grammar is compiled (runtime/grammar.py), how reports travel (parallel/control).
 
 A held request is known to rank 0 alone: other requests pass it, and one that is cancelled ends without any agreement.
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
+from runtime.grammar import ChecksGrammars
+from runtime.grammar_tables.automaton import known
 from runtime.schedule.plan import Admit, Cancel, Compile, Event, Finished, Pause, Resume
 from runtime.schedule.request import FinishReason
 
@@ -50,11 +53,12 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """``missing``: ranks that have not reported. ``error``: why requests with it end. ``held``: by the first answer's
-    id. ``users``: answers that were admitted and have not ended."""
+    """``missing``: ranks that have not reported. ``regular``: as Compile has it. ``error``: why requests with it end.
+    ``held``: by the first answer's id. ``users``: answers that were admitted and have not ended."""
 
     number: int
     missing: set[int]
+    regular: bool = False
     error: str = ""
     held: dict[int, _Held] = field(default_factory=dict)
     users: int = 0
@@ -66,19 +70,23 @@ class _Grammar:
 
 class HeldArrivals:
     """Of rank 0. ``announce`` gets the events. ``most``: grammars that ranks hold at a time; requests with further ones
-    wait until some request ends.
+    wait until some request ends. ``checker``: without one, what cannot be used is found by the ranks.
 
-    ``ended``: answers that have ended here. ``reports_due``: of all ranks. ``waited``: seconds, of all that were held.
+    ``ended``: answers that have ended here. ``expects``: verdicts and reports that have not come. ``waited``: seconds,
+    of all that were held.
     """
 
-    def __init__(self, announce: Callable[[Event], None], ranks: int, most: int) -> None:
+    def __init__(
+        self, announce: Callable[[Event], None], ranks: int, most: int, checker: ChecksGrammars | None = None
+    ) -> None:
         self.ended: list[Finished] = []
-        self.reports_due = 0
+        self.expects = 0
         self.waited = 0.0
-        self._announce, self._ranks, self._most = announce, ranks, most
+        self._announce, self._ranks, self._most, self._checker = announce, ranks, most, checker
         self._grammars: dict[str, _Grammar] = {}  # the one that was used longest ago first
         self._texts: dict[int, str] = {}  # by number, of those that ranks were asked to compile
-        self._queued: deque[str] = deque()  # of those that they were not
+        self._checking: dict[int, str] = {}
+        self._queued: deque[str] = deque()  # of those that ranks were not asked to compile yet
         self._held: dict[int, tuple[_Grammar, _Held]] = {}  # by each answer's id
         self._using: dict[int, _Grammar] = {}  # by each admitted answer's id
         self._next = 0
@@ -92,13 +100,36 @@ class HeldArrivals:
         text, request = arrival.request.sampling.grammar, arrival.request
         grammar = self._grammars.pop(text, None)
         if grammar is None:
-            grammar = _Grammar(self._next, set(range(self._ranks)))
+            grammar = self._grammars[text] = _Grammar(self._next, set(range(self._ranks)))
             self._next += 1
-            self._queued.append(text)
-        self._grammars[text] = grammar
+            self._check(grammar.number, text)
+        else:
+            self._grammars[text] = grammar
         held = grammar.held[request.request_id] = _Held(arrival, perf_counter())
         self._held.update((answer, (grammar, held)) for answer in request.answer_ids)
         self._go_on(grammar)
+
+    def _check(self, number: int, text: str) -> None:
+        if self._checker is None:
+            self._grammars[text].regular = known(text)
+            self._queued.append(text)
+            return
+        self.expects += 1
+        self._checking[number] = text
+        self._checker.ask(number, text)
+
+    def read_verdicts(self) -> None:
+        """Requests with grammars that cannot be used end; ranks are to compile the others."""
+        for number, regular, error in () if self._checker is None else self._checker.verdicts():
+            self.expects -= 1
+            grammar = self._grammars[text := self._checking.pop(number)]
+            grammar.regular, grammar.error = regular, error
+            if error:
+                self._end(grammar)
+                del self._grammars[text]
+            else:
+                self._queued.append(text)
+        self._compile_next()
 
     def about(self, event: Cancel | Pause | Resume) -> bool:
         """Whether it is about a request that is held: then it follows the request, which ends here if all of its
@@ -120,7 +151,7 @@ class HeldArrivals:
         _, number = _REPORT.unpack_from(message)
         grammar, error = self._grammars[self._texts[number]], message[_REPORT.size :].decode(errors="replace")
         grammar.missing.remove(rank)
-        self.reports_due -= 1
+        self.expects -= 1
         if error and not grammar.error:
             grammar.error = f"rank {rank} cannot use its grammar: {error}"
         self._go_on(grammar)
@@ -133,18 +164,23 @@ class HeldArrivals:
                 self._go_on(grammar)
 
     def _go_on(self, grammar: _Grammar) -> None:
-        if grammar.number in self._texts and not grammar.missing:
+        if not grammar.missing and grammar.error:
+            self._end(grammar)
+        elif not grammar.missing:
             for held in list(grammar.held.values()):
                 self._let_go(grammar, held)
                 answers = held.arrival.request.answer_ids
-                if grammar.error:
-                    self.ended += [Finished(answer, FinishReason.ERROR, (), grammar.error) for answer in answers]
-                    continue
                 for event in (held.arrival, *held.after):
                     self._announce(event)
                 self._using.update(dict.fromkeys(answers, grammar))
                 grammar.users += len(answers)
         self._compile_next()
+
+    def _end(self, grammar: _Grammar) -> None:
+        for held in list(grammar.held.values()):
+            self._let_go(grammar, held)
+            answers = held.arrival.request.answer_ids
+            self.ended += [Finished(answer, FinishReason.ERROR, (), grammar.error) for answer in answers]
 
     def _let_go(self, grammar: _Grammar, held: _Held) -> None:
         self.waited += perf_counter() - held.since
@@ -169,5 +205,5 @@ class HeldArrivals:
             text = self._queued.popleft()
             number = self._grammars[text].number
             self._texts[number] = text
-            self.reports_due += self._ranks
-            self._announce(Compile(number, text, dropped))
+            self.expects += self._ranks
+            self._announce(Compile(number, text, self._grammars[text].regular, dropped))

@@ -112,10 +112,12 @@ class Tabled:
 class Compile:
     """All ranks compile ``grammar`` and report that they hold it; requests with it are admitted only then.
 
-    ``number``: of this grammar, never used before. ``dropped``: numbers of grammars that no request uses any more."""
+    ``number``: of this grammar, never used before. ``regular``: a table may replace its matcher, which then allows
+    whatever spells a text. ``dropped``: numbers of grammars that no request uses any more."""
 
     number: int
     grammar: str
+    regular: bool = False
     dropped: tuple[int, ...] = ()
 
 

@@ -101,7 +101,9 @@ class Scheduler:
             self.ledger.tables.add(event.key)
             return ()
         if isinstance(event, Compile):
-            self.digest.fold(self.step, "grammar", (event.number, crc32(event.grammar.encode()), *event.dropped))
+            self.digest.fold(
+                self.step, "grammar", (event.number, crc32(event.grammar.encode()), event.regular, *event.dropped)
+            )
             return ()
         sequence = self.ledger.sequences.get(event.request_id)
         self.digest.fold(self.step, type(event).__name__, (event.request_id, sequence is not None))

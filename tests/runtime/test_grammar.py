@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from runtime.frontend.structured import structured
-from runtime.frontend.tokenizer import grammars_of
-from runtime.frontend.validation import RequestError, checked_grammar
+from runtime.frontend.validation import RequestError
 from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import SamplingParams
-from tests.runtime.frontend import small_tokenizers
+from tests.runtime.engine.table_rigs import hold
 
 
 @pytest.fixture
@@ -35,8 +34,8 @@ def test_without_the_package_a_request_is_refused_with_what_to_install() -> None
         structured(regex="a")
     assert found.value.field == "structured_outputs"
     grammars = Grammars(lambda: "", 64, (0,))
-    with pytest.raises(RequestError, match=install):
-        checked_grammar(SamplingParams(grammar=structured(json={})), grammars)
+    with pytest.raises(GrammarError, match=install):
+        hold(grammars, structured(json={}))
     grammars.close()
 
 
@@ -49,15 +48,3 @@ def test_a_rank_without_the_package_allows_nothing() -> None:
     grammars.matcher(SamplingParams(grammar='start: "a"'), (0,), (5, 6)).allow(allowed_W)
     assert not allowed_W.any()
     grammars.close()
-
-
-def test_a_front_end_keeps_the_verdict_and_no_matcher() -> None:
-    """One may have 35 MB, and 64 are kept."""
-    pytest.importorskip("llguidance")
-    tokenizer = small_tokenizers.byte_level()
-    checks, rank = grammars_of(tokenizer, 360, (0,)), Grammars(tokenizer.to_json, 360, (0,))
-    for grammars, kept in ((checks, False), (rank, True)):
-        assert (grammars.begin(structured(regex="(a{1000}){9}")).result() is not None) == kept
-        with pytest.raises(GrammarError, match="nowhere"):
-            grammars.check('start: "a" nowhere')
-        grammars.close()

@@ -33,6 +33,7 @@ from tests.launch.api import bad_lines, line_forms
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
 from tests.launch.generate import batches
 from tests.launch.generate.fake_engine import FakeModel
+from tests.runtime.engine.table_rigs import hold
 from tests.runtime.frontend import small_tokenizers
 
 LIMIT = 1 << 20
@@ -418,7 +419,7 @@ def test_a_batch_of_gpt_oss_thinks_first() -> None:
     grammars = Grammars(tokenizer.to_json, 400, (added["<|return|>"],))
     grammar = after_reasoning("start: %json {}\n", marks, "hi<|start|>assistant", added)
     said = '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
-    grammars.check(grammar)
+    hold(grammars, grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
     matcher.accept(ids := tokenizer.encode(said))
     assert matcher.usable

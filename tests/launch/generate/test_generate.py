@@ -147,7 +147,9 @@ def test_bad_lines_become_error_rows_and_change_nothing_for_the_others(tmp_path:
 
 
 def test_a_request_that_the_engine_fails_or_refuses_is_an_error_row(tmp_path: Path) -> None:
-    write_input(tmp_path, [b'{"id": "nan", "prompt": "a"}', b'{"id": "huge", "prompt": "b"}', *good_lines(3)])
+    form = b'{"id": "form", "prompt": "a", "structured_outputs": {"choice": ["b"]}}'
+    lines = [b'{"id": "nan", "prompt": "a"}', b'{"id": "huge", "prompt": "b"}', *good_lines(3), form]
+    write_input(tmp_path, lines)
     first = {"nan": (batches.prepared(b'{"prompt": "a"}').prompts[0].token_ids), "huge": None}
 
     def fail(request: Request) -> bool:
@@ -162,7 +164,8 @@ def test_a_request_that_the_engine_fails_or_refuses_is_an_error_row(tmp_path: Pa
     assert by_id["nan"]["error"] == {"line": 1, "code": "engine_error", "message": "the request ended with error"}
     assert by_id["huge"]["error"]["message"] == "needs 9 blocks, the pool has 4"
     assert by_id["huge"]["error"]["code"] == "rejected"
-    assert len(by_id) == 5
+    assert by_id["form"]["error"]["code"] == "rejected", "its grammar cannot be used, or leaves no token"
+    assert len(by_id) == 6
 
 
 @pytest.fixture(scope="module")

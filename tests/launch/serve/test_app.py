@@ -26,7 +26,6 @@ from runtime.frontend.engine_server import EngineServer
 from runtime.frontend.framing import unpack_ids
 from runtime.frontend.remote_engine import EngineLost
 from runtime.frontend.tokenizer import Tokenizer
-from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.plan import StepOutput
 from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.launch.api.line_forms import NEUTRAL, NEUTRAL_IN_CHATS
@@ -1577,36 +1576,3 @@ def test_an_answer_without_a_next_token_is_the_fault_of_its_grammar_or_of_the_en
         assert (reply.status, reply.error["param"]) == (400, "response_format")
 
     run(body, ServedFake(model=FakeModel(vocab_size=400, max_model_len=400), fail=lambda request: True))
-
-
-def test_a_grammar_is_compiled_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may take a second; and for several that ask for the same one once, also where one of them has left."""
-    begun, go_on, compiled = threading.Event(), threading.Event(), list[str]()
-
-    def compiling(grammars: Grammars, grammar: str) -> None:
-        compiled.append(grammar)
-        if len(compiled) == 2:  # behind that which begins the tables
-            begun.set()
-            assert go_on.wait(60)
-        if "refused" in grammar:
-            raise GrammarError("it is too large")
-
-    monkeypatch.setattr(Grammars, "_compile", compiling)
-
-    async def body(client: Client) -> None:
-        asked = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": {"regex": "a"}}
-        tasks = [asyncio.create_task(client.post("/v1/completions", asked)) for _ in range(3)]
-        while not begun.is_set():
-            await asyncio.sleep(0.01)
-        assert (await client.get("/health")).status == 200
-        assert (await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})).status == 200
-        tasks[0].cancel()
-        await asyncio.sleep(0)
-        go_on.set()
-        assert [(await task).status for task in tasks[1:]] == [200, 200]
-        assert len(compiled) == 2
-        reply = await client.post("/v1/completions", {**asked, "structured_outputs": {"choice": ["refused"]}})
-        assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
-        assert reply.error["message"] == "structured_outputs: it is too large"
-
-    run(body)

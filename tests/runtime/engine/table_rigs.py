@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from runtime.grammar import Grammars
+from runtime.grammar_tables.automaton import known
 from runtime.grammar_tables.maker import made_table
 from runtime.grammar_tables.token_table import Vocabulary
 from runtime.schedule.request import Request
@@ -18,6 +19,11 @@ from tests.runtime.frontend import small_tokenizers
 def small_grammars(vocab_size: int, eos_token_id: int) -> Grammars:
     """Over the small byte-level tokenizer, without tables."""
     return Grammars(lambda: small_tokenizers.byte_level().to_json(), vocab_size, (eos_token_id,))
+
+
+def hold(grammars: Grammars, grammar: str) -> None:
+    """Waits until it is compiled. Raises GrammarError."""
+    grammars.begin(grammar, known(grammar)).result()
 
 
 class MakerAtOnce:

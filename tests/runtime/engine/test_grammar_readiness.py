@@ -40,11 +40,11 @@ class Gated(Grammars):
         super().__init__(lambda: small_tokenizers.byte_level().to_json(), VOCABULARY, (EOS,))
         self.gate, self.fails = threading.Event(), fails
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: str, regular: bool) -> Any:
         assert self.gate.wait(600)
         if grammar in self.fails:
             raise GrammarError("out of work")
-        return super()._compile(grammar)
+        return super()._compile(grammar, regular)
 
 
 @pytest.fixture

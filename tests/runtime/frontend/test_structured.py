@@ -31,6 +31,7 @@ from runtime.frontend.tokenizer import Tokenizer, added_tokens
 from runtime.frontend.validation import RequestError
 from runtime.grammar import GrammarError, Grammars
 from runtime.schedule.request import SamplingParams
+from tests.runtime.engine.table_rigs import hold
 from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
@@ -155,7 +156,7 @@ NEVER_WRITTEN = [
 
 def is_text(grammar: str, text: str | list[int], grammars: Grammars = GRAMMARS) -> bool:
     """Whether every token of ``text`` is allowed, and then its end."""
-    grammars.check(grammar)
+    hold(grammars, grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (EOS,), ())
     allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
     for token in (*(TOKENIZER.encode(text) if isinstance(text, str) else text), EOS):
@@ -212,7 +213,7 @@ def test_no_keyword_of_the_draft_is_forgotten() -> None:
 def test_what_chance_writes_is_valid(name: str) -> None:
     """Any allowed token is as likely as any other, but an end is taken where there is one, mostly."""
     schema, draw, ended = CASES[name][0], random.Random(name), 0
-    GRAMMARS.check(grammar := structured(json=schema))
+    hold(GRAMMARS, grammar := structured(json=schema))
     for _ in range(6):
         matcher = GRAMMARS.matcher(SamplingParams(grammar=grammar), (EOS,), ())
         allowed_W, answer = np.zeros(-(-VOCABULARY // 32), np.int32), list[int]()
@@ -292,7 +293,7 @@ def test_the_work_of_a_hostile_grammar_is_bounded(grammar: str) -> None:
     def outcome() -> list[bytes | str]:
         grammars, found = Grammars(TOKENIZER.to_json, VOCABULARY, (EOS,)), list[bytes | str]()
         try:
-            grammars.check(grammar)
+            hold(grammars, grammar)
         except GrammarError as error:
             return [str(error)]
         finally:

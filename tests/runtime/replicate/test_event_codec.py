@@ -64,7 +64,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Extend, IDS, COUNTS, TOKENS.map(packed), COUNTS, COUNTS),
     st.builds(Branch, IDS, IDS, st.booleans()),
     st.builds(Tabled, st.binary(max_size=16), st.binary(max_size=99)),
-    st.builds(Compile, IDS, st.text(max_size=99), st.lists(IDS, max_size=3).map(tuple)),
+    st.builds(Compile, IDS, st.text(max_size=99), st.booleans(), st.lists(IDS, max_size=3).map(tuple)),
 )
 PLAIN = Request(3, (1, 2, 3), SamplingParams(seed=5), (0,))
 

@@ -14,12 +14,32 @@ from tests.runtime.engine.rig import request
 RANKS = 2
 
 
+class Checker:
+    """``verdict`` gives one on what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self._verdicts: list[tuple[int, bool, str]] = []
+
+    def ask(self, number: int, grammar: str) -> None:
+        self.asked.append((number, grammar))
+
+    def verdict(self, number: int, regular: bool = False, error: str = "") -> None:
+        self._verdicts.append((number, regular, error))
+
+    def verdicts(self) -> list[tuple[int, bool, str]]:
+        found, self._verdicts = self._verdicts, []
+        return found
+
+    def close(self) -> None: ...
+
+
 class Held:
     """``said``: events since it was read."""
 
-    def __init__(self, most: int = 8) -> None:
+    def __init__(self, most: int = 8, checker: Checker | None = None) -> None:
         self._said: list[Event] = []
-        self.held = HeldArrivals(self._said.append, RANKS, most)
+        self.held = HeldArrivals(self._said.append, RANKS, most, checker)
 
     def add(self, request_id: int, grammar: str, n: int = 1) -> Admit:
         arrival = Admit(request(request_id, [5], grammar=grammar, n=n))
@@ -55,9 +75,9 @@ def test_a_request_is_announced_when_the_last_rank_has_reported(held: Held) -> N
     first, second = held.add(0, "a"), held.add(1, "a")
     assert held.said == [Compile(0, "a")], "once for both"
     held.compiled(0, 1)
-    assert (held.said, len(held.held), held.held.reports_due) == ([], 2, 1)
+    assert (held.said, len(held.held), held.held.expects) == ([], 2, 1)
     held.compiled(0, 0)
-    assert (held.said, len(held.held), held.held.reports_due) == ([first, second], 0, 0)
+    assert (held.said, len(held.held), held.held.expects) == ([first, second], 0, 0)
     third = held.add(2, "a")
     assert held.said == [third], "its grammar is there"
 
@@ -105,9 +125,9 @@ def test_ranks_drop_the_grammar_that_was_used_longest_ago_and_none_in_use() -> N
     held.over(0, 1)
     assert held.said == []
     held.over(2, 3)
-    assert held.said == [Compile(2, "c", (1,))], "both are idle now, and a was used later"
+    assert held.said == [Compile(2, "c", dropped=(1,))], "both are idle now, and a was used later"
     last = held.add(5, "b")
-    assert held.said == [Compile(3, "b", (0,))]
+    assert held.said == [Compile(3, "b", dropped=(0,))]
     held.compiled(3)
     assert held.said == [last]
 
@@ -121,11 +141,11 @@ def test_a_grammar_that_is_not_compiled_yet_goes_with_its_last_request() -> None
     held.compiled(0)
     held.said  # noqa: B018
     held.over(0)
-    assert held.said == [Compile(2, "c", (0,))]
+    assert held.said == [Compile(2, "c", dropped=(0,))]
     held.compiled(2)
     held.over(2)
     held.add(3, "b")
-    assert held.said[1:] == [Compile(3, "b", (2,))]
+    assert held.said[1:] == [Compile(3, "b", dropped=(2,))]
 
 
 def test_a_report_begins_with_a_byte_that_no_output_has() -> None:
@@ -137,3 +157,25 @@ def test_a_report_begins_with_a_byte_that_no_output_has() -> None:
     assert message.startswith(REPORT)
     assert REPORT[0] < 0x80, "msgpack: a number"
     assert compiling == {1: pending}
+
+
+def test_ranks_compile_what_the_process_of_rank_0_has_checked() -> None:
+    checker = Checker()
+    held = Held(checker=checker)
+    first = held.add(0, "a")
+    held.add(1, "bad", n=2)
+    held.add(3, "gone")
+    assert held.held.about(Cancel(3))
+    assert (held.said, held.held.expects) == ([], 3)
+    assert checker.asked == [(0, "a"), (1, "bad"), (2, "gone")]
+    checker.verdict(1, error="no such keyword")
+    checker.verdict(0, regular=True)
+    checker.verdict(2)
+    held.held.read_verdicts()
+    assert held.said == [Compile(0, "a", regular=True)]
+    errors = [Finished(one, FinishReason.ERROR, (), "no such keyword") for one in (1, 2)]
+    assert held.held.ended == [Finished(3, FinishReason.CANCELLED, ()), *errors]
+    held.compiled(0)
+    assert (held.said, held.held.expects, len(held.held)) == ([first], 0, 0)
+    held.add(4, "bad")
+    assert checker.asked[3:] == [(3, "bad")], "it is asked again"

@@ -22,6 +22,7 @@ from runtime.grammar import Grammars
 from runtime.grammar_tables.automaton import automaton_of, known
 from runtime.grammar_tables.maker import agrees
 from runtime.schedule.request import SamplingParams
+from tests.runtime.engine.table_rigs import hold
 from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
@@ -60,7 +61,7 @@ GRAMMARS = Grammars(BYTES.to_json, VOCABULARY, (EOS,))
 def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -> list[str]:
     """Texts that chance writes, which ends texts and values where it can, mostly; free ones with ``end``."""
     draw, found = random.Random(seed), list[str]()
-    GRAMMARS.check(grammar)
+    hold(GRAMMARS, grammar)
     for _ in range(count):
         matcher, answer = GRAMMARS.matcher(SamplingParams(grammar=grammar), (EOS,), ()), list[int]()
         allowed_W = np.zeros(-(-VOCABULARY // 32), np.int32)
@@ -81,7 +82,7 @@ def walks(grammar: str, seed: str, count: int, end: str = "", most: int = 400) -
 
 
 def is_text(grammar: str, text: str, tokenizer: Tokenizer = BYTES, grammars: Grammars = GRAMMARS) -> bool:
-    grammars.check(grammar)
+    hold(grammars, grammar)
     matcher = grammars.matcher(SamplingParams(grammar=grammar), (), ())
     allowed_W = np.zeros(-(-grammars.vocab_size // 32), np.int32)
     for token in (*tokenizer.encode(text), *grammars.eos_token_ids):

@@ -1,0 +1,74 @@
+"""A process that answers messages: one that ends or hangs costs its message alone; grammars that one compiles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from runtime.frontend.structured import structured
+from runtime.grammar_check import GrammarChecker, Verdict
+from runtime.helper_process import HelperProcess
+from tests.runtime.frontend import small_tokenizers
+
+ECHO = "answer_all(lambda first: lambda said: first + said if said != b'end' else exit(1))"
+DEAF = "answer_all(lambda first: lambda said: __import__('time').sleep(3600))"
+
+
+def wait_for(answers: Callable[[], Sequence[Any]], count: int) -> list[Any]:
+    found, until = list[Any](), time.monotonic() + 300
+    while len(found) < count:
+        assert time.monotonic() < until
+        found += answers()
+        time.sleep(0.01)
+    return found
+
+
+@contextmanager
+def helper(main: str, *given: Any) -> Iterator[HelperProcess]:
+    process = HelperProcess("runtime.helper_process", main, *given)
+    yield process
+    process.close()
+
+
+def test_a_message_with_which_the_process_ends_has_no_answer_and_the_next_one_has() -> None:
+    with helper(ECHO, lambda: b"a") as process:
+        for at, said in enumerate((b"b", b"end", b"c")):
+            process.ask(b"%d" % at, said)
+        assert wait_for(process.answers, 3) == [(b"0", b"ab"), (b"1", None), (b"2", b"ac")]
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_answer_is_killed() -> None:
+    with helper(DEAF, lambda: b"", 0.1) as process:
+        process.ask(b"0", b"")
+        assert wait_for(process.answers, 1) == [(b"0", None)]
+
+
+def test_a_process_that_never_begins_answers_nothing() -> None:
+    def broken() -> bytes:
+        raise OSError("no tokenizer")
+
+    with helper("exit(1)", lambda: b"") as ends, helper(ECHO, broken) as unread:
+        for process in (ends, unread):
+            for _ in range(3):
+                process.ask(b"0", b"")
+            assert wait_for(process.answers, 3) == [(b"0", None)] * 3
+
+
+@pytest.mark.slow
+def test_verdicts_about_grammars() -> None:
+    pytest.importorskip("llguidance")
+    checker = GrammarChecker(small_tokenizers.byte_level().to_json, 400, (0,))
+    checker.start()
+    for number, grammar in enumerate(
+        (structured(regex="a+"), structured(json={"type": "array", "items": {"$ref": "#"}}), "start: nothing")
+    ):
+        checker.ask(number, grammar)
+    regular, other, refused = wait_for(checker.verdicts, 3)
+    assert (regular, other) == (Verdict(0, True, ""), Verdict(1, False, ""))
+    assert "nothing" in refused.error
+    checker.close()
