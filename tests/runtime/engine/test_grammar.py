@@ -95,7 +95,7 @@ def test_answers_are_texts_of_their_grammars_and_the_same_at_every_depth(depth: 
 
 @pytest.mark.long  # and at more widths and depths: test_grammar_masks.py
 def test_in_draft_windows() -> None:
-    """Its row gains a token a step, others up to four."""
+    """No text is forced here: its row gains a token a step, others up to four."""
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)
     keys = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -118,6 +118,7 @@ def test_ranks_that_share_the_vocabulary_draw_the_same() -> None:
     )
 
 
+@pytest.mark.long  # and with forced runs: test_forced_drafts.py
 def test_in_draft_trees() -> None:
     requests = mixture()
     alone = oracle(requests, grammars=GRAMMARS)
@@ -135,6 +136,7 @@ def test_groups_that_deal_requests_out() -> None:
         check(requests, run(engine, requests))
 
 
+@pytest.mark.long  # and in draft windows: test_forced_drafts.py
 def test_forks_and_whoever_is_evicted() -> None:
     requests = mixture()
     tight = live(requests, depth=2, blocks=22, **HOW)
