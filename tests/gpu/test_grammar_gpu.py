@@ -59,7 +59,8 @@ def test_in_draft_windows_they_are_texts() -> None:
     requests = on_cpu.mixture()
     rule = Speculation(4, mixed_percent=0)
     lookup = proposer_for(speculative_config(keys))
-    with gpu_rig(depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, proposer=lookup, speculation=rule) as engine:
+    how: dict[str, Any] = {"proposer": lookup, "speculation": rule}
+    with gpu_rig("triton", depth=2, shape=OVER, grammars=on_cpu.GRAMMARS, **how) as engine:
         on_cpu.check(requests, run(engine, requests))
         assert engine.counters["spec_num_accepted_tokens"] > 0
 
