@@ -7,6 +7,7 @@ pytest has imported and collected (0.2 to 0.5 s, on a busy machine more than mos
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from tests.budget import Budget
 # Read when torch is imported, here and by child processes. Threads wait for each other busily: with two on a busy
 # machine a draw over a large vocabulary took twenty times the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_modules = 0  # that were imported when the heap was last frozen
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +47,18 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if len(sys.modules) >= _modules + 200:  # such as transformers'
+            freeze_imported()
 
 
 def pytest_collection_finish() -> None:
     freeze_heap()  # until the process ends
+    freeze_imported()
+
+
+def freeze_imported() -> None:
+    """Further modules, too. Only while ``freeze_heap`` keeps engines from thawing the heap."""
+    global _modules
+    _modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()

@@ -121,7 +121,7 @@ class SparseMLP(nn.Module):
         self.activation = {"limit": experts.limit} if biases else {}
         self.router_norm: RMSNorm | None = None  # of the residual stream, for a router that does not read ``norm``
         self.shared = None if beside else _shared_expert(experts, hidden, context)
-        ids = torch.arange(experts.count, dtype=torch.int32)
+        ids = torch.tensor(range(experts.count), dtype=torch.int32)  # arange on meta imports SymPy: 0.4 s
         self.register_buffer("all_E", ids, persistent=False)  # every expert's number among all ranks'
         self.load_E: Tensor | None = None
 

@@ -29,7 +29,7 @@ from parallel.layers.experts import ExpertSplit
 from tests.models.kernels.paged_driver import PagedDriver
 from tests.plant import Op, kernels_with
 
-NEW_TOKENS = 4
+NEW_TOKENS = 3
 
 
 class Scenario(NamedTuple):
@@ -49,7 +49,7 @@ SCENARIOS = (  # the last one in every run of four ranks in threads
     Scenario(batch=1, prompts=2, chunk=None, share_prefixes=False),
     Scenario(batch=8, prompts=8, chunk=None, share_prefixes=True),
     Scenario(batch=5, prompts=5, chunk=4, share_prefixes=True),
-    Scenario(batch=8, prompts=8, chunk=7, share_prefixes=False),
+    Scenario(batch=5, prompts=5, chunk=7, share_prefixes=False),
 )
 
 

@@ -115,6 +115,7 @@ def dense(driver: CompilingDriver) -> None:
 def float8_cache(driver: CompilingDriver) -> None:
     """What takes a float8 cache, of 8B: decode, windows, trees, prompts, with scales and without; the deterministic
     mode."""
+    driver.codes = True
     rank = Rank(driver, "8b", kv_dtype=FP8)
     for bucket in (1, 32, 128):
         rank.decode(bucket)
@@ -885,7 +886,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="each rank has whole experts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--part", choices=PARTS, help="one of these instead of everything that a rank of --shape runs")
-    parser.add_argument("--most-demanding", action="store_true", help="of a part: a launch a kernel and its dtypes")
+    parser.add_argument("--most-demanding", action="store_true", help="a launch a kernel and its 8-bit types")
     parser.add_argument("--drafts", choices=DRAFTS, help="steps with draft windows, too; what --late tells of them")
     parser.add_argument("--same-bits", action="store_true", help="the kernels of the deterministic mode")
     parser.add_argument("--late", action="store_true", help="tell what would be compiled after start-up; fast")

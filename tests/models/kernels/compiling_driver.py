@@ -90,18 +90,19 @@ class CompilingDriver:
     shared memory: that is for the reader to judge.
     Machine code is read once a kernel and set of its switches, for disassembling takes as long as compiling.
     Without ``compile`` nothing is compiled: ``asked`` has what would be, by kernel and Triton's key of it. ``only``:
-    those that are, if it is set, and so is ``package``: only its kernels.
+    those that are, if it is set, and so is ``package``: only its kernels; with ``codes`` those with 8-bit arguments.
     """
 
     def __init__(self, *, compile: bool = True, only: Collection[tuple[str, str]] | None = None) -> None:
         self.where = ""
         self.package = ""
+        self.codes = False
         self.capability = CAPABILITY
         self.found: dict[str, Compiled] = {}
         self.asked: dict[tuple[str, str], str] = {}
         self._compile = compile
         self._only = only
-        self._demands: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+        self._demands: dict[tuple[str, bool, *tuple[str, ...]], dict[tuple[str, str], tuple[bool, int]]] = {}
         self.utils = SimpleNamespace(get_device_properties=_properties, load_binary=_not_loaded)
         self._disassembled: set[tuple[object, ...]] = set()
         self._files: dict[str, dict[str, Path]] = {}  # of each compiled kernel: by suffix
@@ -132,18 +133,21 @@ class CompilingDriver:
         return launch
 
     def most_demanding(self) -> set[tuple[str, str]]:
-        """Of what was asked, one of each kernel and types of its arguments: that with the largest tiles and loops, as
-        the product of its whole-number constants has it."""
+        """Of what was asked, one of each kernel and 8-bit types of its arguments, by TMA and by pointers: with
+        bfloat16, where there is one, and the largest tiles and loops (product of its whole-number constants)."""
         return {max(keys, key=lambda key: (keys[key], key)) for keys in self._demands.values()}
 
     def _ask(self, *, key: object, fn: Any, compile: Any, **rest: object) -> bool:
         """Before a compilation; True keeps Triton from it, and from the launch."""
         asked = fn.name, str(key)
         self.asked.setdefault(asked, self.where)
-        if not fn.module.startswith(self.package):
+        types = str(compile["signature"])
+        codes = sorted(set(re.findall(r"(?:\*|tensordesc<)k?(fp8\w+|[iu]8\b)", types)))
+        if not fn.module.startswith(self.package) or (self.codes and not codes):
             return True
         numbers = (value for value in compile["constants"].values() if type(value) is int and value > 0)
-        self._demands.setdefault((fn.name, str(compile["signature"])), {})[asked] = math.prod(numbers)
+        alike = self._demands.setdefault((fn.name, "tensordesc" in types, *codes), {})
+        alike[asked] = "bf16" in types, math.prod(numbers)
         return not self._compile or (self._only is not None and asked not in self._only)
 
     def _listen(self, *, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: object) -> None:

@@ -124,7 +124,7 @@ PART_OF_FOLDER = {"experts": "experts", "recurrent": "slot-state"}  # of all oth
 @pytest.mark.parametrize("most_demanding", [True, pytest.param(False, marks=LONG)])
 @pytest.mark.parametrize("part", ["dense", "experts", "slot-state"])
 def test_every_kernel_compiles_for_hopper_and_fits(part: str, most_demanding: bool, cache: Path) -> None:
-    """One launch of each kernel and its dtypes, that with the largest tiles, or all launches."""
+    """One launch of each kernel and its 8-bit types, that with the largest tiles, or all launches."""
     found = compiled(cache, "--part", part, *(["--most-demanding"] if most_demanding else []))
     assert complaints(found) == []
     wanted = kernels_of([file for file in FILES if PART_OF_FOLDER.get(file.parent.name, "dense") == part])
@@ -242,7 +242,7 @@ def test_a_kernel_that_does_not_fit_is_found(cache: Path) -> None:
 
 def test_launches_of_gpus_with_less_shared_memory_fit(cache: Path) -> None:
     """In an L40S or RTX 4090 a program may have 99 KiB. Few registers spill there, which costs time only."""
-    found = compiled(cache, "--part", "small-gpus")
+    found = compiled(cache, "--part", "small-gpus", "--most-demanding")
     assert {one["where"].split(",")[0] for one in found if one["shared"] > 64 << 10} == {
         *("experts of 30B-A3B", "prefill attention", "gated delta net"),
         "deterministic product of 24576 columns",

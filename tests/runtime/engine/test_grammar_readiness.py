@@ -92,8 +92,12 @@ def served(engine: Engine, slow: Gated, asked: list[Request]) -> dict[int, Finis
     return run(engine, asked, watch=watch, most_turns=MANY_TURNS)
 
 
+MORE = ((ranks, 0, 0), (groups, 2, 0))
+
+
 @pytest.mark.parametrize(
-    ("over", "depth", "horizon"), [(alone, 2, 0), (ranks, 0, 0), (ranks, 2, 3), (groups, 2, 0), (groups, 2, 2)]
+    ("over", "depth", "horizon"),
+    [(alone, 2, 0), (ranks, 2, 3), (groups, 2, 2), *(pytest.param(*way, marks=pytest.mark.long) for way in MORE)],
 )
 def test_other_rows_run_while_one_rank_compiles(over: OpenRig, depth: int, horizon: int, slow: Gated) -> None:
     asked = requests()
@@ -136,7 +140,7 @@ def test_a_grammar_that_one_rank_cannot_use_ends_its_requests_alone(slow: Gated)
     assert (finished[1].reason, finished[2].reason) == (FinishReason.LENGTH, FinishReason.STOP)
 
 
-@pytest.mark.parametrize("over", [alone, ranks, groups])
+@pytest.mark.parametrize("over", [alone, ranks, pytest.param(groups, marks=pytest.mark.long)])
 def test_a_request_that_is_cancelled_while_it_waits_ends_at_once(over: OpenRig, slow: Gated) -> None:
     several = request(10, [5, 6, 7], stops=(EOS,), grammar=DIGITS, n=2, max_tokens=60)
     ended: list[int] = []

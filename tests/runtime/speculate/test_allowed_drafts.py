@@ -187,7 +187,7 @@ class Drawing(Checked):
         return self._inner.room(rows, count)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash", "tree", "drawn"])
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("dflash", marks=pytest.mark.long), "tree", "drawn"])
 def test_no_draft_token_is_proposed_that_may_not_follow(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

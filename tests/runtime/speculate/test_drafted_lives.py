@@ -72,12 +72,12 @@ def lived(kind: str, width: int, depth: int, seed: int, folder: Path, *, tree: b
 
 
 FULL = (  # chains and trees of most widths and depths; other kinds and events in test_lives.py
-    ("dflash", 16, 1, 109, False),
     ("eagle3", 16, 4, 109, False),
     ("mtp", 8, 2, 109, True),
     ("dflash", 16, 2, 46, True),
 )
 MORE = (
+    ("dflash", 16, 1, 109, False),
     ("mtp", 4, 0, 46, False),
     ("mtp", 32, 3, 46, False),
     ("eagle3", 4, 4, 46, True),
