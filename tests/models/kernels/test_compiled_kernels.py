@@ -242,7 +242,7 @@ def test_a_kernel_that_does_not_fit_is_found(cache: Path) -> None:
 
 def test_launches_of_gpus_with_less_shared_memory_fit(cache: Path) -> None:
     """In an L40S or RTX 4090 a program may have 99 KiB. Few registers spill there, which costs time only."""
-    found = compiled(cache, "--part", "small-gpus", "--most-demanding")
+    found = compiled(cache, "--part", "small-gpus")
     assert {one["where"].split(",")[0] for one in found if one["shared"] > 64 << 10} == {
         *("experts of 30B-A3B", "prefill attention", "gated delta net"),
         "deterministic product of 24576 columns",
