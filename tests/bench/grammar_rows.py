@@ -165,8 +165,8 @@ def main() -> None:
             client.turn()
         answered, waited = perf_counter(), engine.counters["grammar_wait_seconds"] - before
         print(
-            f"20 properties: first token after {1e3 * (answered - began):.1f} ms, of which {1e3 * waited:.1f} ms passed "
-            "until all ranks held the grammar",
+            f"20 properties: first token after {1e3 * (answered - began):.1f} ms, of which {1e3 * waited:.1f} ms "
+            "passed until all ranks held the grammar",
             flush=True,
         )
         print(f"their table was there within {load.until_tabled([structured(json=schema(20))]):.2f} s")
