@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,12 @@ def storages(tree: object) -> Iterator[torch.UntypedStorage]:
             yield from storages(branch)
 
 
+@cache
+def makes_no_storage(op: Any) -> bool:
+    """Whether it returns views of its arguments, or its arguments."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
 class HeldBytes(DispatchMode):
     """What tensors that were made inside hold at once: ``peak``, the most of it."""
 
@@ -55,13 +62,11 @@ class HeldBytes(DispatchMode):
         self._bytes = 0  # of all in _held, of which some may be gone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in storages((args, kwargs))}
         made = func(*args, **(kwargs or {}))
-        for storage in storages(made):
-            if storage._cdata not in given:  # or it is a view
-                _, before = self._held.get(storage._cdata, (None, 0))  # it was gone, and its place taken
-                self._held[storage._cdata] = _WeakStorage(storage), storage.nbytes()
-                self._bytes += storage.nbytes() - before
+        for storage in () if makes_no_storage(func) else storages(made):
+            _, before = self._held.get(storage._cdata, (None, 0))  # it was gone, and its place taken
+            self._held[storage._cdata] = _WeakStorage(storage), storage.nbytes()
+            self._bytes += storage.nbytes() - before
         if self._bytes > self.peak:  # or what is there is less, whatever of it is gone
             self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
             self._bytes = sum(size for _, size in self._held.values())
