@@ -24,6 +24,7 @@ from tests.runtime.frontend import small_tokenizers
 
 pytest.importorskip("llguidance")
 
+pytestmark = pytest.mark.slow
 OpenRig = Callable[..., AbstractContextManager[Engine]]
 MANY_TURNS = 10**6  # which wait for a thread that compiles, on a machine that may be busy
 
