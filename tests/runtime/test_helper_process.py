@@ -14,6 +14,7 @@ from runtime.grammar_check import GrammarChecker, Verdict
 from runtime.helper_process import HelperProcess
 from tests.runtime.frontend import small_tokenizers
 
+pytestmark = pytest.mark.slow
 ECHO = "answer_all(lambda first: lambda said: first + said if said != b'end' else exit(1))"
 DEAF = "answer_all(lambda first: lambda said: __import__('time').sleep(3600))"
 
@@ -41,7 +42,6 @@ def test_a_message_with_which_the_process_ends_has_no_answer_and_the_next_one_ha
         assert wait_for(process.answers, 3) == [(b"0", b"ab"), (b"1", None), (b"2", b"ac")]
 
 
-@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_killed() -> None:
     with helper(DEAF, lambda: b"", 0.1) as process:
         process.ask(b"0", b"")
@@ -59,7 +59,6 @@ def test_a_process_that_never_begins_answers_nothing() -> None:
             assert wait_for(process.answers, 3) == [(b"0", None)] * 3
 
 
-@pytest.mark.slow
 def test_verdicts_about_grammars() -> None:
     pytest.importorskip("llguidance")
     checker = GrammarChecker(small_tokenizers.byte_level().to_json, 400, (0,))
