@@ -6,7 +6,6 @@ Knows: messages over pipes, another process in place of one that ended. Does not
 from __future__ import annotations
 
 import logging
-import select
 import struct
 import subprocess
 import sys
@@ -14,11 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Final
 
-_MOST_ENDS: Final = 8  # processes that ended by themselves; then there is no other
+_MOST_FAILURES: Final = 8  # processes in a row that did not begin; then there is no other one
 _LENGTH: Final = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class HelperProcess:
         self._module, self._main, self._first, self._patience_s = module, main, first, patience_s
         self._queue: SimpleQueue[tuple[bytes, bytes] | None] = SimpleQueue()
         self._answers: deque[tuple[bytes, bytes | None]] = deque()
-        self._ends = 0
+        self._failures = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -60,7 +60,7 @@ class HelperProcess:
     def _work(self) -> None:
         process = self._opened()
         while (job := self._queue.get()) is not None:
-            if process is None and self._ends < _MOST_ENDS:
+            if process is None and self._failures < _MOST_FAILURES:
                 process = self._opened()
             answer = None if process is None else self._answer(process, job[1], self._patience_s)
             if answer is None:
@@ -73,30 +73,30 @@ class HelperProcess:
         """It has a group of its own, so that Ctrl-C does not reach it, and ends when its stdin is closed."""
         root = str(Path(__file__).resolve().parents[1])
         words = f"import sys; sys.path.insert(0, {root!r}); from {self._module} import *; {self._main}"
+        self._failures += 1
         try:
             first = self._first()
             process = subprocess.Popen(
                 [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
             )
         except Exception as error:  # whatever reads the first message
-            self._ended(error)
+            log.warning("a process of %s ended (%s)", self._module, error)
             return None
-        return None if self._answer(process, first, None) is None else process
-
-    def _ended(self, why: Exception) -> None:
-        self._ends += 1
-        log.warning("a process of %s ended (%s)", self._module, why)
+        if self._answer(process, first, None) is None:
+            return None
+        self._failures = 0
+        return process
 
     def _answer(self, process: subprocess.Popen[bytes], message: bytes, patience_s: float | None) -> bytes | None:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             _write(process.stdin, message)
-            if not select.select([process.stdout], [], [], patience_s)[0]:
+            if not wait([process.stdout.fileno()], patience_s):  # of any descriptor, unlike select.select
                 raise EOFError(f"no answer in {patience_s:.0f} s")
             return _read(process.stdout)
-        except (OSError, EOFError) as error:
-            self._ended(error)
+        except Exception as error:  # whatever it is: without an answer requests would wait for ever
+            log.warning("a process of %s ended (%s)", self._module, error)
             _kill(process)
             return None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -40,6 +41,24 @@ def test_a_message_with_which_the_process_ends_has_no_answer_and_the_next_one_ha
         for at, said in enumerate((b"b", b"end", b"c")):
             process.ask(b"%d" % at, said)
         assert wait_for(process.answers, 3) == [(b"0", b"ab"), (b"1", None), (b"2", b"ac")]
+
+
+def test_there_is_another_process_however_many_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send what ends one as often as it likes."""
+    monkeypatch.setattr("runtime.helper_process._MOST_FAILURES", 2)
+    with helper(ECHO, lambda: b"a") as process:
+        for said in (b"end", b"end", b"end", b"c"):
+            process.ask(said, said)
+        assert wait_for(process.answers, 4) == [(b"end", None)] * 3 + [(b"c", b"ac")]
+
+
+def test_descriptors_may_have_large_numbers() -> None:
+    with ExitStack() as stack:
+        for _ in range(1024):  # FD_SETSIZE
+            stack.callback(os.close, os.dup(0))
+        process = stack.enter_context(helper(ECHO, lambda: b"a"))
+        process.ask(b"0", b"b")
+        assert wait_for(process.answers, 1) == [(b"0", b"ab")]
 
 
 def test_a_process_that_does_not_answer_is_killed() -> None:
