@@ -225,7 +225,8 @@ def responses_come_whole_and_streamed(client: openai.OpenAI) -> None:
         return
     asked |= {"temperature": 2, "max_output_tokens": 400}
     assert isinstance(client.responses.parse(**asked, text_format=Person).output_parsed, Person)
-    tool: Any = {"type": "function", "name": "Person", "parameters": Person.model_json_schema(), "strict": False}
+    closed = Person.model_json_schema() | {"additionalProperties": False}  # else chance may never end it
+    tool: Any = {"type": "function", "name": "Person", "parameters": closed, "strict": False}
     (item,) = client.responses.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False).output
     assert item.type == "function_call"
     assert Person.model_validate_json(item.arguments)
