@@ -352,6 +352,11 @@ class Engine:
         return bool(self._busy or len(self._held) or self._held.ended)
 
     @property
+    def compiling(self) -> int:
+        """Answers that wait for their grammars (leader)."""
+        return len(self._held)
+
+    @property
     def _busy(self) -> bool:
         """Whether there is work besides requests that wait for their grammars."""
         scheduler = self.scheduler

@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Final
 
+from runtime.watchdog.parent_death import die_with_parent
+
 _MOST_FAILURES: Final = 8  # processes in a row that did not begin; then there is no other one
 _LENGTH: Final = struct.Struct("<I")
 
@@ -70,7 +72,7 @@ class HelperProcess:
             _kill(process)
 
     def _opened(self) -> subprocess.Popen[bytes] | None:
-        """It has a group of its own, so that Ctrl-C does not reach it, and ends when its stdin is closed."""
+        """It has a group of its own, so that Ctrl-C does not reach it, and ends when this thread does."""
         root = str(Path(__file__).resolve().parents[1])
         words = f"import sys; sys.path.insert(0, {root!r}); from {self._module} import *; {self._main}"
         self._failures += 1
@@ -109,6 +111,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def answer_all(opened: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """In the process: ``opened`` gets its first message, and returns what answers each of the others."""
+    die_with_parent()
     given, answers = sys.stdin.buffer, sys.stdout.buffer
     with suppress(EOFError, BrokenPipeError):
         answer = opened(_read(given))

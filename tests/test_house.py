@@ -63,6 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runtime/grammar.py",),
         ("runtime/grammar_tables",),
         ("runtime/schedule", "runtime/number_text.py", "runtime/helper_process.py"),
+        ("runtime/watchdog/parent_death.py",),
     ),
     "models": (
         ("models/expert_load.py",),

@@ -337,10 +337,11 @@ class EngineClient:
     def _feed(self) -> None:
         """As many as keep the engine busy: others wait here, where order and end cost less than on every rank.
 
-        All answers of a request go together, so that its prompt is sent and computed once.
+        All answers of a request go together, so that its prompt is sent and computed once. Those that wait for their
+        grammars keep nothing busy, nor others waiting.
         """
         queue, outputs = self._queue, self._outputs
-        while queue and outputs.live - self._queued < self.capacity:
+        while queue and outputs.live - self._queued - self.engine.compiling < self.capacity:
             if outputs.waiting - self._queued >= self._most_not_begun:
                 return
             _, request_id = heapq.heappop(queue)

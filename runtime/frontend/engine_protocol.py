@@ -61,6 +61,11 @@ class EngineProtocol(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def compiling(self) -> int:
+        """Answers of added requests that wait for their grammars, which no rank's scheduler has yet."""
+        ...
+
+    @property
     def counters(self) -> Mapping[str, int | float]: ...
 
     def add(self, request: Request) -> None:

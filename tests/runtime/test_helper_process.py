@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +62,23 @@ def test_descriptors_may_have_large_numbers() -> None:
         process = stack.enter_context(helper(ECHO, lambda: b"a"))
         process.ask(b"0", b"b")
         assert wait_for(process.answers, 1) == [(b"0", b"ab")]
+
+
+def test_no_process_outlives_the_one_that_asks_it(tmp_path: Path) -> None:
+    """Not even one that never answers."""
+    at = tmp_path / "pid"
+    does = f"__import__('pathlib').Path({str(at)!r}).write_text(str(__import__('os').getpid()))"
+    main = f"answer_all(lambda first: lambda said: ({does}, __import__('time').sleep(3600)))"
+    script = f"""
+import pathlib, time
+from runtime.helper_process import HelperProcess
+HelperProcess("runtime.helper_process", {main!r}, bytes).ask(b"", b"")
+while not pathlib.Path({str(at)!r}).exists():
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    state = Path(f"/proc/{at.read_text()}/stat")
+    wait_for(lambda: [None] if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z" else [], 1)
 
 
 def test_a_process_that_does_not_answer_is_killed() -> None:

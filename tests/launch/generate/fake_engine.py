@@ -59,6 +59,7 @@ class FakeEngine:
     """See the module's docstring. ``on_step`` is called with the step's number before it is made."""
 
     is_leader = True
+    compiling = 0
 
     def __init__(
         self,

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from runtime.engine import Engine
+from runtime.frontend.client import EngineClient, PromptRequest
 from runtime.grammar import GrammarError, Grammars
 from runtime.replicate.held_arrivals import HeldArrivals
 from runtime.schedule.plan import Finished, StepOutput
-from runtime.schedule.request import FinishReason, Request
+from runtime.schedule.request import FinishReason, Request, SamplingParams
 from tests.runtime.engine import rig as rigs
 from tests.runtime.engine.group_rigs import dealt_rig
 from tests.runtime.engine.lives import oracle
@@ -164,6 +165,21 @@ def test_a_request_that_is_cancelled_while_it_waits_ends_at_once(over: OpenRig, 
     assert (finished[0].reason, finished[0].token_ids) == (FinishReason.CANCELLED, ())
     assert finished[11].reason is FinishReason.CANCELLED
     assert all(finished[one].reason is FinishReason.STOP for one in (2, 3, 10))
+
+
+def test_requests_that_wait_take_no_room_of_others(slow: Gated) -> None:
+    """As many of them as a client keeps with its engine, and one more, came first."""
+    ended = list[Any]()
+    with alone(slow, depth=2, rows=2) as engine, EngineClient(engine, small_tokenizers.byte_level()) as client:
+        for grammar in [JSON] * (client.capacity + 1) + [""]:
+            client.submit(PromptRequest([5, 6, 7], SamplingParams(max_tokens=5, grammar=grammar)))
+        for _ in range(MANY_TURNS):
+            ended += [one.key for one in client.turn().finished]
+            if ended:
+                slow.gate.set()
+            if not client.live:
+                break
+    assert ended[0] == len(ended) - 1 == client.capacity + 1
 
 
 def test_an_engine_may_stop_while_requests_wait(slow: Gated) -> None:
