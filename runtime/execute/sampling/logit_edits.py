@@ -66,8 +66,8 @@ class LogitEdits(NamedTuple):
 
 class RowEdits(NamedTuple):
     """What applies to R rows of logits: the tables, each row's slot (int64 [R]), what was generated before its token
-    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R], as ``table_states``); None: what the
-    slot has, of which no token is forced.
+    (int32 [R, HISTORY], as ``recent_SH``) and the state of its grammar (int32 [R], as ``table_states``); None: the
+    slot's, and no token is forced.
     ``in_place``: as SlotFeature.processor."""
 
     tables: LogitEdits

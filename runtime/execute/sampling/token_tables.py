@@ -98,8 +98,8 @@ def _next_states(tables: TokenTables, rows_B4: Tensor, states_B: Tensor, tokens_
 
 def table_states(tables: TokenTables, view: RowView) -> Tensor:
     """The state at each of a row's W tokens, int32 [B, W]. After a draft token that may not follow, or that ends the
-    text, no sample counts: there it is the first state, which leaves something to sample. Without a table it is what
-    ``forced_SF`` has of that token; the first nodes of a tree are a chain."""
+    text, no sample counts: there it is the first state, which leaves something to sample. In rows without a table:
+    ``forced_SF``, by token; in a tree, too, whose first nodes are a chain."""
     kernels = kernels_for(tables.pool_PE)
     return (states_in_torch if kernels is None else kernels.table_states)(tables, view)
 

@@ -54,7 +54,7 @@ class Tail:
                 feature.advance(slots_B, tokens_BW, count_B)
 
     def _limited(self, rows: Rows, view: RowView, variant: SamplingVariant) -> Rows:
-        """With fewer tokens for some rows to append, all of them such as the target draws."""
+        """With a lower limit for some rows; a script keeps those of their draft tokens that are forced."""
         for feature in self._tables.features_of(variant):
             if (most_B := feature.most_tokens(view)) is not None:
                 limit_B = most_B if rows.limit_B is None else torch.minimum(most_B, rows.limit_B)
