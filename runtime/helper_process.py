@@ -6,6 +6,7 @@ Knows: messages over pipes, another process in place of one that ended. Does not
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import IO, Final
 from runtime.watchdog.parent_death import die_with_parent
 
 _MOST_FAILURES: Final = 8  # processes in a row that did not begin; then there is no other one
+_BEGINS_S: Final = 300.0  # imports and a tokenizer, on a disk that is slow
 _LENGTH: Final = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class HelperProcess:
         except Exception as error:  # whatever reads the first message
             log.warning("a process of %s ended (%s)", self._module, error)
             return None
-        if self._answer(process, first, None) is None:
+        if self._answer(process, first, _BEGINS_S) is None:
             return None
         self._failures = 0
         return process
@@ -112,7 +114,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def answer_all(opened: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """In the process: ``opened`` gets its first message, and returns what answers each of the others."""
     die_with_parent()
-    given, answers = sys.stdin.buffer, sys.stdout.buffer
+    given, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
     with suppress(EOFError, BrokenPipeError):
         answer = opened(_read(given))
         _write(answers, b"")

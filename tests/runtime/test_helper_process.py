@@ -55,6 +55,20 @@ def test_there_is_another_process_however_many_have_ended(monkeypatch: pytest.Mo
         assert wait_for(process.answers, 4) == [(b"end", None)] * 3 + [(b"c", b"ac")]
 
 
+def test_what_a_library_prints_is_no_answer() -> None:
+    with helper("answer_all(lambda first: lambda said: (print('loud', flush=True), said)[1])", bytes) as process:
+        process.ask(b"0", b"b")
+        assert wait_for(process.answers, 1) == [(b"0", b"b")]
+
+
+def test_a_process_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.helper_process._BEGINS_S", 0.1)
+    monkeypatch.setattr("runtime.helper_process._MOST_FAILURES", 1)
+    with helper("answer_all(lambda first: __import__('time').sleep(3600))", bytes) as process:
+        process.ask(b"0", b"b")
+        assert wait_for(process.answers, 1) == [(b"0", None)]
+
+
 def test_descriptors_may_have_large_numbers() -> None:
     with ExitStack() as stack:
         for _ in range(1024):  # FD_SETSIZE
