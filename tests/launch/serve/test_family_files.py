@@ -93,6 +93,18 @@ FAMILIES = {
         "<|user|>hi<|end|><|assistant|>",
         ("<|end|>", "<|endoftext|>"),
     ),
+    "hy3": Files(  # its template makes the marks with str.format
+        "tencent/Hy3",
+        "{% set of = ':opensource' %}{{ '<｜hy_begin_of_sentence{}｜>'.format(of) }}"
+        "{{ '<｜reasoning_mode{}｜>reasoning_effort:'.format(of) }}{{ reasoning_effort | default('no_think') }}"
+        "{% for m in messages %}{{ '<｜hy_User{}｜>'.format(of) }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜hy_Assistant{}｜><think{}>'.format(of, of) }}"
+        "{% if reasoning_effort | default('no_think') == 'no_think' %}{{ '</think{}>'.format(of) }}{% endif %}"
+        "{% endif %}",
+        "<｜hy_begin_of_sentence:opensource｜><｜reasoning_mode:opensource｜>reasoning_effort:no_think"
+        "<｜hy_User:opensource｜>hi<｜hy_Assistant:opensource｜><think:opensource></think:opensource>",
+        ("<｜hy_eos:opensource｜>",),
+    ),
     "seed-oss": Files(
         "ByteDance-Seed/Seed-OSS-36B-Instruct",
         TEMPLATES["seed-oss"].template,
