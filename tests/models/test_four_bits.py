@@ -20,6 +20,7 @@ from models.checkpoint import WeightsError
 from models.drafters.draft_config import MTPConfig
 from models.drafters.load import load_own_mtp
 from models.drafters.mtp import MTPDraft
+from models.kernels.traits import FLOAT8_CAPABILITY
 from models.layers.context import ModelContext
 from models.layers.decoder import Decoder
 from models.quantization import ALGORITHMS, FOUR_BITS, READERS, STRATEGIES
@@ -154,6 +155,7 @@ def test_the_page_says_what_is_tried() -> None:
         of_four = bool(names & FOUR_BITS.keys())
         assert row[2] == ("4" if of_four else "8")
         assert row[4] == ("gpt-oss" if names == {"mxfp4"} else "all")
+        assert row[5] == ("8.0" if of_four else f"8.0 ({'.'.join(map(str, FLOAT8_CAPABILITY))})")
     tried: set[str] = set()
     four = [*schemes().values(), *ordered().values()]
     for config in [*(one.config for one in fp8_schemes().values()), *(one.config for one in four)]:
