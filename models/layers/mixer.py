@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -60,11 +60,14 @@ class Mixer(nn.Module, Generic[View]):
     ) -> tuple[Tensor | PendingAllReduce, Tensor]:  # fmt: skip
         """``x`` is not yet added to ``residual`` (None: there is none); nor is the first result to the second.
 
-        Both results are [R, N] where only some tokens are ``wanted``; all of them update ``cache``.
+        Both results are [R, N] where only some tokens are ``wanted``; all of them update ``cache``. A mixer defines
+        this or ``parts``.
         """
-        raise NotImplementedError
+        for part in self.parts(inputs, cache, wanted_R):
+            x_TN, residual_TN = part(x_TN, residual_TN)
+        return x_TN, cast(Tensor, residual_TN)
 
     def parts(self, inputs: StepInputs, cache: View, wanted_R: Tensor | None = None) -> Iterator[Part]:
-        """``forward``; or instead of it what is called one after the other, so that a caller holds no ``x`` which is no
-        longer needed: it takes memory in large steps."""
+        """What ``forward`` calls one after the other. A caller that does so itself holds no ``x`` which is no longer
+        needed: it takes memory in large steps."""
         yield lambda x, residual: self(x, residual, inputs, cache, wanted_R)
