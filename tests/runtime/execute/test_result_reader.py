@@ -342,7 +342,9 @@ def test_a_failing_step_is_named_and_later_ones_fail_with_it() -> None:
 def test_close_raises_a_failure_nobody_took() -> None:
     device = TwinDevice()
     steps = Steps(device)
+    device.compute.pause()
     steps.launch(decode_step(1, (1,)), fail=True)
+    device.compute.resume()
     with pytest.raises(ResultError, match="step 1:"):
         steps.landing.close()
     with pytest.raises(DeviceError, match="FloatingPointError"):
