@@ -263,8 +263,7 @@ class StepPlan(NamedTuple):
     snapshots in the order of steps.
     ``copies``: of sessions that were forked; each has a slot write that ``resumes``. A plan may have these alone, as a
     decode step without rows. ``constrained``: rows that sample what a grammar allows, and append more than one token
-    of a window only where it forces tokens.
-    """
+    of a window only where it forces tokens."""
 
     step: int
     kind: StepKind
