@@ -119,12 +119,14 @@ def check_windows(weights: Mamba2Weights, sizes: Sequence[tuple[int, tuple[int, 
                 assert bank[1:4].isfinite().all()
                 assert torch.equal(bank[1:4], expected[1:4])
         check(found[1], found[0], 1e-5, "a window")
+        by_kernel, by_token = list[Tensor](), list[Tensor]()
         for number, (start, count) in enumerate(zip(at, kept, strict=True)):
             for position in range(start, start + count):
                 one, row = sequences[number][position : position + 1], StateRows(torch.tensor([number + 1]))
-                expected = REFERENCE.mamba2(one, weights, *alone, row, torch.tensor([position]))
-                # Without AVX the reference sums in another order: 1.3e-5.
-                check(found[1][number][position - start], expected[0], 2e-5, "a token of a window")
+                by_token.append(REFERENCE.mamba2(one, weights, *alone, row, torch.tensor([position]))[0])
+                by_kernel.append(found[1][number][position - start])
+        if by_token:  # together: for one token float32 itself is 1.1e-5 from float64
+            check(torch.stack(by_kernel), torch.stack(by_token), 1e-5, "tokens of a window")
         at = [start + count for start, count in zip(at, kept, strict=True)]
         for variant in (mine, theirs):
             check(variant[1][1:4], alone[1][1:4], 1e-5, "what is kept of a window")
